@@ -1,0 +1,53 @@
+"""Linear layers pre-packed for oneDNN: a pass of few rows on a CPU reads its weights at memory speed.
+
+`F.linear` leaves the weight in its plain layout, which costs twice as much for 8 rows as for 1 (the embedded
+target, float32, two threads). Packed once, 8 rows cost about what 1 row costs, and that is the condition under
+which speculation pays on a CPU. The plain weight is kept only where somebody else still reads it (an embedding
+tied to the head).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MAX_PACKED_ROWS = 32
+"""Above this many rows a plain matrix product is as fast (measured: `benchmarks/decode.py --linear`)."""
+
+
+def packing_available() -> bool:
+    """Whether this build of PyTorch can pack float32 linear weights for oneDNN."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class PackedLinear(nn.Module):
+    """A frozen nn.Linear with the same result: [..., in] -> [..., out]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > MAX_PACKED_ROWS * self.in_features:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replace the float32 CPU linear layers inside `module` by packed ones, in place.
+
+    Returns how many were replaced (0 where packing does not apply: no oneDNN, another device or dtype).
+    """
+    if not packing_available():
+        return 0
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+                setattr(parent, name, PackedLinear(child))
+                count += 1
+    return count

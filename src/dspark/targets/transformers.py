@@ -1,0 +1,167 @@
+"""Any Hugging Face causal LM as a target: ragged passes, taps by hooks, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dspark.errors import DsparkError
+from dspark.targets.base import TargetOutput, TargetState
+from dspark.targets.cache import ATTENTION_NAME, RaggedCache, RequestCache, ragged_attention
+from dspark.targets.embedded import EMBEDDED, ensure_embedded
+from dspark.targets.packed import pack_linears
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
+
+
+def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: bool = True) -> TransformersTarget:
+    """Load a causal LM from a folder, a hub name or `embedded:smollm2-135m`.
+
+    packed: pre-pack the linear layers where that helps (float32 on a CPU).
+    Raises DsparkError when there is no such model, or its files cannot be read.
+    """
+    source = str(ensure_embedded()) if name_or_path == EMBEDDED else name_or_path
+    if source == name_or_path and _looks_like_folder(source) and not Path(source).is_dir():
+        raise DsparkError("target", name_or_path, "no such folder; give a model folder, a hub name or " + EMBEDDED)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, attn_implementation="eager")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except DsparkError:
+        raise
+    except Exception as error:  # Transformers, safetensors and the hub each raise their own kinds
+        raise DsparkError("target", name_or_path, f"cannot be loaded ({_first_line(error)})") from error
+    return TransformersTarget(name_or_path, model, tokenizer, packed=packed)
+
+
+def _looks_like_folder(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") != 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+class TransformersTarget:
+    """See `targets/base.py:Target`. The model is frozen and in eval mode."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, packed: bool = True) -> None:
+        config = model.config.get_text_config()
+        self.name, self.model, self.tokenizer, self.config = name, model.eval().requires_grad_(False), tokenizer, config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.max_context: int = config.max_position_embeddings
+        self.dtype: torch.dtype = model.dtype
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self._decoder = _find_decoder(model)
+        if len(self._decoder.layers) < self.num_layers:
+            raise DsparkError("target", name, f"has {len(self._decoder.layers)} decoder layers, its config says otherwise")
+        self.embedding_weight: Tensor = model.get_input_embeddings().weight
+        self.head_weight: Tensor = model.get_output_embeddings().weight
+        self._head_module = model.get_output_embeddings()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = _logit_scale(config)
+        model.set_attn_implementation(ATTENTION_NAME)
+        if packed:
+            pack_linears(model)
+            self._head_module = model.get_output_embeddings()
+        self._taken: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        for index, layer in enumerate(self._decoder.layers):
+            layer.register_forward_hook(self._tap_hook(index))
+
+    def _tap_hook(self, index: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if index in self._wanted:
+                self._taken[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., d]."""
+        return self.model.get_input_embeddings()(ids)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """head(final_norm(hidden)), logit scale and softcap included: [..., d] pre-norm -> [..., V] or [..., rows]."""
+        normed = self._decoder.norm(hidden.to(self.dtype))
+        if rows is None:
+            return self._finish(self._head_module(normed))
+        bias = getattr(self._head_module, "bias", None)
+        return self._finish(nn.functional.linear(normed, self.head_weight[rows], None if bias is None else bias[rows]))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raises DsparkError naming the first layer id this target does not have."""
+        for tap in taps:
+            if not 0 <= tap < self.num_layers:
+                raise DsparkError("target_layer_ids", tap, f"{self.name} has layers 0..{self.num_layers - 1}")
+
+    def new_state(self, capacity: int) -> RequestCache:
+        """Room for `capacity` tokens of one request. Raises DsparkError past the target's context."""
+        if capacity > self.max_context:
+            raise DsparkError("capacity", capacity, f"{self.name} has a context of {self.max_context} tokens")
+        return RequestCache(self.num_layers, capacity)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Sequence[tuple[TargetState, Tensor]],
+        taps: Sequence[int] = (),
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> TargetOutput:
+        """One ragged pass; see `targets/base.py`. Raises DsparkError on an unknown tap or a full cache."""
+        self.check_taps(taps)
+        ragged = RaggedCache([(state, len(ids)) for state, ids in batch])  # type: ignore[misc]
+        ids = torch.cat([ids for _, ids in batch])[None]
+        last_layer = self.num_layers - 1
+        self._wanted, self._taken = frozenset([*taps, last_layer]), {}
+        try:
+            normed = self._decoder(
+                input_ids=ids,
+                position_ids=ragged.positions(ids.device),
+                cache=ragged,
+                use_cache=True,
+                ragged=ragged,
+            ).last_hidden_state[0]
+        finally:
+            taken, self._wanted, self._taken = self._taken, frozenset(), {}
+        ragged.commit()
+        if logits == "last":
+            normed = normed[torch.tensor([s.row + s.count - 1 for s in ragged.segments])]
+        scores = self._finish(self._head_module(normed)) if logits != "none" else normed.new_empty(0, self.vocab_size)
+        tapped = torch.cat([taken[tap][0] for tap in taps], dim=-1) if taps else None
+        return TargetOutput(scores, tapped, taken[last_layer][0])
+
+
+def _find_decoder(model: Any) -> Any:
+    """The module with `layers`, `norm` and the token embedding (inside wrappers of multimodal models too)."""
+    for module in model.modules():
+        if hasattr(module, "layers") and hasattr(module, "norm") and hasattr(module, "embed_tokens"):
+            return module
+    raise DsparkError("target", type(model).__name__, "no decoder with layers, norm and embed_tokens was found in it")
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    ids = [getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    flat = [i for entry in ids for i in (entry if isinstance(entry, list | tuple) else [entry])]
+    return frozenset(i for i in flat if i is not None)
+
+
+def _logit_scale(config: Any) -> float:
+    """Cohere multiplies logits by `logit_scale`; Granite divides them by `logits_scaling`."""
+    if getattr(config, "logit_scale", None) is not None:
+        return float(config.logit_scale)
+    return 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
