@@ -1,0 +1,168 @@
+"""From logits and request settings to a law, and from a law and counter-based noise to a token.
+
+`log_distribution` is the only function that makes a law: the target's p and the draft's q both come from it, so a
+filter can never be applied to one and forgotten on the other (method section 4). All laws are float64: the accept
+rule divides them and the residual subtracts them.
+
+Noise is a pure function of what it is for. numpy's Philox is keyed by the seed and counted by (round, slot, use) or by
+the position, so no order of evaluation, batch or schedule can change a number, and no number serves two purposes. Only
+the raw 64-bit stream is used: numpy keeps that one stable between releases, its distributions it may change.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.decoding.request import SamplingSettings
+from dspark.errors import DsparkError
+
+_FIRST_NUCLEUS_GUESS = 256  # most nuclei are smaller than this, and a top-256 is far cheaper than a sort of V
+_GUMBEL_DOMAIN = 1 << 32  # second key word of position noise; uniforms use the number of their key integers (<= 3)
+
+
+class Use(IntEnum):
+    """What a number of the noise stream is for; part of its key."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    BONUS = 3
+    COUPLED = 4
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+
+def greedy_token(logits: Tensor) -> int:
+    """Id of the largest entry of logits [V]; the lowest id among equals. NaN or no finite entry: DsparkError."""
+    token = int(torch.argmax(logits))
+    _check_peak(logits[token])
+    return token
+
+
+def log_distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """Log-probabilities [..., V] float64 of the law that `settings` asks for, from logits [..., V]; -inf = excluded.
+
+    Order, as in Transformers: temperature, top-k, top-p (of the mass that top-k left), min-p (relative to the largest
+    probability, so the renormalisation before it does not matter). top-k keeps exactly k tokens and top-p the smallest
+    set that reaches the mass; among equal logits the lower id is kept, so top_k = 1 is `greedy_token`. Entries that
+    come in as -inf stay excluded. A row's law does not depend on the rows beside it, to the last bit.
+
+    Raises DsparkError for greedy settings (a law needs temperature > 0), and for NaN, +inf or all-excluded rows.
+    """
+    if settings.greedy:
+        raise DsparkError("temperature", settings.temperature, "a law needs temperature > 0; greedy rows take the argmax")
+    logits = logits.detach().to(torch.float64)
+    peak = logits.amax(dim=-1, keepdim=True)
+    _check_peak(peak)
+    scaled = (logits - peak) / settings.temperature  # peak first: no overflow at the smallest temperature
+    vocab = scaled.shape[-1]
+    if not (0 < settings.top_k < vocab or settings.top_p < 1.0 or settings.min_p > 0.0):
+        return torch.log_softmax(scaled, dim=-1)
+    rows = [_filtered_row(row, settings) for row in scaled.reshape(-1, vocab)]
+    return torch.stack(rows).reshape(scaled.shape)
+
+
+def _check_peak(peak: Tensor) -> None:
+    if not bool(torch.isfinite(peak).all()):
+        raise DsparkError("logits", float(peak.flatten()[0]), "the largest logit must be finite: check the model's weights")
+
+
+def _filtered_row(scaled: Tensor, settings: SamplingSettings) -> Tensor:
+    """One row [V] whose largest entry is 0, filtered and normalised."""
+    ids = torch.arange(scaled.shape[0], device=scaled.device)
+    kept = scaled
+    if 0 < settings.top_k < kept.shape[0]:
+        ids = _largest(kept, settings.top_k)
+        kept = scaled[ids]
+    if settings.top_p < 1.0:
+        ids = ids[_largest(kept, _nucleus_size(kept, settings.top_p))]
+        kept = scaled[ids]
+    if settings.min_p > 0.0:
+        ids = ids[kept >= math.log(settings.min_p)]
+        kept = scaled[ids]
+    law = torch.full_like(scaled, -math.inf)
+    law[ids] = torch.log_softmax(kept, dim=0)
+    return law
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Ascending indices of the `count` largest of values [N]; among equals the lower index (torch.topk promises none)."""
+    if count >= values.shape[0]:
+        return torch.arange(values.shape[0], device=values.device)
+    threshold = torch.topk(values, count, sorted=False).values.min()
+    above = torch.nonzero(values > threshold).flatten()
+    ties = torch.nonzero(values == threshold).flatten()[: count - above.shape[0]]
+    return torch.cat([above, ties]).sort().values
+
+
+def _nucleus_size(values: Tensor, top_p: float) -> int:
+    """How many of the largest exp(values [N]) it takes to reach the share top_p of their sum (at least 1)."""
+    total = torch.logsumexp(values, dim=0)
+    size = min(_FIRST_NUCLEUS_GUESS, values.shape[0])
+    while True:
+        mass = torch.exp(torch.topk(values, size).values - total).cumsum(dim=0)
+        reached = int(torch.searchsorted(mass, top_p))  # first index whose cumulative mass is >= top_p
+        if reached < size or size == values.shape[0]:
+            return min(reached + 1, size)
+        size = min(size * 8, values.shape[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- noise
+
+
+def _raw(seed: int, domain: int, counter: tuple[int, int, int], size: int) -> np.ndarray:
+    """`size` raw uint64. The lowest counter word runs inside one call, the three others are the caller's key."""
+    key = np.array([seed, domain], dtype=np.uint64)
+    start = np.array([0, *counter], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=start).random_raw(size)
+
+
+def uniform(seed: int, *key_ints: int) -> float:
+    """One number in [0, 1) that depends on (seed, key_ints) only; up to three key integers in [0, 2**64).
+
+    The decoder's key is (seed, round, slot, use). Keys of different lengths are different streams.
+    """
+    if len(key_ints) > 3:
+        raise ValueError(f"at most 3 key integers, got {len(key_ints)}")
+    first, second, third = (*key_ints, 0, 0, 0)[:3]
+    raw = int(_raw(seed, len(key_ints), (first, second, third), 1)[0])
+    return (raw >> 11) * 2.0**-53
+
+
+def gumbel(seed: int, position: int, size: int) -> Tensor:
+    """Standard Gumbel noise [size] float64 of one position: entry v belongs to token id v, whatever `size` is."""
+    raw = _raw(seed, _GUMBEL_DOMAIN + Use.COUPLED, (position, 0, 0), size)
+    # 52 bits and a half step: strictly inside (0, 1) at both ends, so neither logarithm can be infinite.
+    u = torch.from_numpy((raw >> np.uint64(12)).astype(np.float64)).add_(0.5).mul_(2.0**-52)
+    return u.log_().neg_().log_().neg_()
+
+
+# --------------------------------------------------------------------------------------------------------------- draws
+
+
+def draw(log_probs: Tensor, u: float) -> int:
+    """Token of the law log_probs [V] at the point u in [0, 1) of its CDF; never a token of probability 0."""
+    return draw_weights(log_probs.to(torch.float64).exp(), u)
+
+
+def draw_weights(weights: Tensor, u: float) -> int:
+    """As `draw`, from weights [V] >= 0 that need not sum to 1. All zero: ValueError."""
+    cdf = weights.to(torch.float64).cumsum(dim=0)
+    total = float(cdf[-1])
+    if not 0.0 < total < math.inf:
+        raise ValueError(f"weights must have a finite, positive sum, got {total}")
+    # right=True: the first id whose CDF exceeds the point, hence one with weight > 0. The bound guards u * total
+    # rounding up to total: the first id that reaches the total is the last one with weight.
+    token = int(torch.searchsorted(cdf, u * total, right=True))
+    return token if token < cdf.shape[0] else int(torch.searchsorted(cdf, total))
+
+
+def gumbel_argmax(log_probs: Tensor, noise: Tensor) -> int:
+    """argmax(log_probs [V] + noise [V]): a draw from the law when the noise is standard Gumbel."""
+    return int(torch.argmax(log_probs + noise.to(log_probs.device)))
