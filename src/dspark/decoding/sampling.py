@@ -56,60 +56,62 @@ def log_distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
     Raises DsparkError for greedy settings (a law needs temperature > 0), and for NaN, +inf or all-excluded rows.
     """
     if settings.greedy:
-        raise DsparkError("temperature", settings.temperature, "a law needs temperature > 0; greedy rows take the argmax")
+        raise DsparkError("temperature", settings.temperature, "a law needs temperature > 0 (0 takes the argmax)")
     logits = logits.detach().to(torch.float64)
     peak = logits.amax(dim=-1, keepdim=True)
     _check_peak(peak)
-    scaled = (logits - peak) / settings.temperature  # peak first: no overflow at the smallest temperature
+    scaled = (logits - peak).div_(settings.temperature)  # peak first: no overflow at the smallest temperature
     vocab = scaled.shape[-1]
     if not (0 < settings.top_k < vocab or settings.top_p < 1.0 or settings.min_p > 0.0):
         return torch.log_softmax(scaled, dim=-1)
+    if scaled.dim() == 1:
+        return _filtered_row(scaled, settings)
     rows = [_filtered_row(row, settings) for row in scaled.reshape(-1, vocab)]
     return torch.stack(rows).reshape(scaled.shape)
 
 
 def _check_peak(peak: Tensor) -> None:
-    if not bool(torch.isfinite(peak).all()):
-        raise DsparkError("logits", float(peak.flatten()[0]), "the largest logit must be finite: check the model's weights")
+    bad = peak[~torch.isfinite(peak)]
+    if bad.numel():
+        raise DsparkError("logits", float(bad[0]), "the largest logit must be finite: check the model's weights")
 
 
 def _filtered_row(scaled: Tensor, settings: SamplingSettings) -> Tensor:
     """One row [V] whose largest entry is 0, filtered and normalised."""
-    ids = torch.arange(scaled.shape[0], device=scaled.device)
     kept = scaled
     if 0 < settings.top_k < kept.shape[0]:
-        ids = _largest(kept, settings.top_k)
-        kept = scaled[ids]
+        kept = _keep_largest(kept, torch.topk(kept, settings.top_k).values)
     if settings.top_p < 1.0:
-        ids = ids[_largest(kept, _nucleus_size(kept, settings.top_p))]
-        kept = scaled[ids]
+        kept = _keep_largest(kept, _nucleus(kept, settings.top_p))
     if settings.min_p > 0.0:
-        ids = ids[kept >= math.log(settings.min_p)]
-        kept = scaled[ids]
-    law = torch.full_like(scaled, -math.inf)
-    law[ids] = torch.log_softmax(kept, dim=0)
-    return law
+        kept = kept.masked_fill(kept < math.log(settings.min_p), -math.inf)
+    return torch.log_softmax(kept, dim=0)
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Ascending indices of the `count` largest of values [N]; among equals the lower index (torch.topk promises none)."""
-    if count >= values.shape[0]:
-        return torch.arange(values.shape[0], device=values.device)
-    threshold = torch.topk(values, count, sorted=False).values.min()
-    above = torch.nonzero(values > threshold).flatten()
-    ties = torch.nonzero(values == threshold).flatten()[: count - above.shape[0]]
-    return torch.cat([above, ties]).sort().values
+def _keep_largest(values: Tensor, largest: Tensor) -> Tensor:
+    """values [N] with everything but its `largest` [count], sorted descending, set to -inf; lower indices win ties.
+
+    torch.topk promises no order among equals, so its values are used and its indices are not.
+    """
+    threshold = largest[-1]
+    enough = values >= threshold
+    kept = torch.where(enough, values, -math.inf)
+    surplus = int(torch.count_nonzero(enough)) - largest.shape[0]
+    if surplus > 0:
+        kept[torch.nonzero(values == threshold).flatten()[-surplus:]] = -math.inf
+    return kept
 
 
-def _nucleus_size(values: Tensor, top_p: float) -> int:
-    """How many of the largest exp(values [N]) it takes to reach the share top_p of their sum (at least 1)."""
+def _nucleus(values: Tensor, top_p: float) -> Tensor:
+    """The largest of values [N], descending: as few as carry the share top_p of the sum of exp(values), at least 1."""
     total = torch.logsumexp(values, dim=0)
     size = min(_FIRST_NUCLEUS_GUESS, values.shape[0])
     while True:
-        mass = torch.exp(torch.topk(values, size).values - total).cumsum(dim=0)
+        largest = torch.topk(values, size).values
+        mass = torch.exp(largest - total).cumsum(dim=0)
         reached = int(torch.searchsorted(mass, top_p))  # first index whose cumulative mass is >= top_p
         if reached < size or size == values.shape[0]:
-            return min(reached + 1, size)
+            return largest[: reached + 1]
         size = min(size * 8, values.shape[0])
 
 

@@ -64,7 +64,7 @@ def draft_token(
 
 
 def verify_greedy(target_logits: Tensor, drafts: Sequence[int]) -> tuple[int, int]:
-    """Accept the longest prefix of drafts [s] that equals the target's argmax; the next token is the argmax at the cut."""
+    """Accept the longest prefix of drafts [s] that equals the target's argmax; next is the argmax at the cut."""
     _check_rows(target_logits, drafts)
     for slot, draft in enumerate(drafts):
         token = greedy_token(target_logits[slot])
@@ -140,5 +140,6 @@ def verify_coupled(
 
 
 def _check_rows(target_logits: Tensor, drafts: Sequence[int]) -> None:
-    if target_logits.dim() != 2 or target_logits.shape[0] != len(drafts) + 1:
-        raise ValueError(f"{len(drafts)} draft tokens need logits [{len(drafts) + 1}, V], got {tuple(target_logits.shape)}")
+    rows = len(drafts) + 1
+    if target_logits.dim() != 2 or target_logits.shape[0] != rows:
+        raise ValueError(f"{len(drafts)} draft tokens need logits [{rows}, V], got {tuple(target_logits.shape)}")
