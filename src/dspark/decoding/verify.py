@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dspark.decoding.request import SamplingSettings
+from dspark.decoding.request import Rule, SamplingSettings
 from dspark.decoding.sampling import (
     Use,
     draw,
@@ -26,8 +25,6 @@ from dspark.decoding.sampling import (
     log_distribution,
     uniform,
 )
-
-Rule = Literal["greedy", "rejection", "coupled"]
 
 
 def draft_token(
