@@ -1,0 +1,323 @@
+"""What the target computed on a row, which is all that a draft learns from.
+
+Features come from the target itself (`InProcessFeatures`) or from disk (`CachedFeatures`, written once by
+`FeatureWriter`). On disk: a folder with `index.json` and safetensors shards, keys `<row id>.taps`,
+`<row id>.last_hidden`, `<row id>.lse`. Layer ids are 0-based, a tap is the value after the layer; the last hidden
+state is the one before the target's final norm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.data.rows import Row
+from dspark.errors import DsparkError
+from dspark.targets.base import Target
+
+FORMAT = 1
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DtypeName = Literal["bf16", "fp32"]
+HEAD_CHUNK = 256  # positions whose logits over V exist at one time
+
+
+@dataclass
+class Features:
+    """The target's view of one row of T + 1 tokens (the last token is never read).
+
+    taps [T, m * d], last_hidden [T, d] (pre-norm), lse [T] fp32: log-sum-exp over V of the target's logits.
+    """
+
+    taps: Tensor
+    last_hidden: Tensor
+    lse: Tensor
+
+    def head(self, length: int) -> Features:
+        """The first `length` positions."""
+        return Features(self.taps[:length], self.last_hidden[:length], self.lse[:length])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.taps, self.last_hidden, self.lse))
+
+
+class FeatureSource(Protocol):
+    """Where the trainer gets a row's features from. `get` may be called from any thread."""
+
+    taps: tuple[int, ...]
+
+    def get(self, row: Row) -> Features:
+        """Features of all T = len(row.ids) - 1 positions. Raises DsparkError when it has none."""
+
+
+class InProcessFeatures:
+    """The target's own forward pass, on the fly."""
+
+    def __init__(self, target: Target, taps: Sequence[int]) -> None:
+        self.target, self.taps = target, tuple(taps)
+        self._lock = threading.Lock()  # a target serves one pass at a time; the reader thread and validation share it
+
+    @torch.no_grad()
+    def get(self, row: Row) -> Features:
+        ids = torch.tensor(row.ids[:-1], dtype=torch.int64)
+        with self._lock:
+            state = self.target.new_state(len(ids))
+            out = self.target.forward([(state, ids)], taps=self.taps, logits="none")
+            assert out.taps is not None
+            lse = log_sum_exp(self.target, out.last_hidden)
+        return Features(out.taps, out.last_hidden, lse)
+
+
+@torch.no_grad()
+def log_sum_exp(target: Target, last_hidden: Tensor) -> Tensor:
+    """Of the target's logits over all V: pre-norm states [T, d] -> [T] fp32, a chunk of positions at a time."""
+    chunks = last_hidden.to(target.dtype).split(HEAD_CHUNK)
+    return torch.cat([target.head(h).float().logsumexp(-1) for h in chunks])
+
+
+class CachedFeatures:
+    """Features written to disk before. `expect` checks that they belong to this target and these taps."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self.taps: tuple[int, ...] = tuple(self.index["taps"])
+        self._shards: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, row_id: str) -> bool:
+        return row_id in self.index["rows"]
+
+    def expect(self, target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> None:
+        """Raises DsparkError naming the first thing that differs (field-failures 9)."""
+        wanted = _signature(target_name, taps, hidden_size, num_layers)
+        for field, value in wanted.items():
+            if self.index[field] != value:
+                raise DsparkError(f"features.{field}", self.index[field], f"{self.folder} must have {value!r}")
+
+    def _shard(self, name: str) -> Any:
+        with self._lock:
+            if name not in self._shards:
+                path = self.folder / name
+                try:
+                    self._shards[name] = safe_open(path, framework="pt")
+                except (OSError, SafetensorError) as error:
+                    raise DsparkError("features", str(path), f"cannot be read ({error}); capture again") from error
+            return self._shards[name]
+
+    def get(self, row: Row) -> Features:
+        entry = self.index["rows"].get(row.id)
+        if entry is None:
+            raise DsparkError("features", str(self.folder), f"has no row {row.id!r}; capture the rows it lacks")
+        if entry["tokens"] != len(row.ids) - 1:
+            wanted = len(row.ids) - 1
+            raise DsparkError(
+                "features", row.id, f"has {entry['tokens']} positions, the row needs {wanted}; capture again"
+            )
+        shard = self._shard(entry["shard"])
+        try:
+            parts = [shard.get_tensor(f"{row.id}.{part}") for part in ("taps", "last_hidden", "lse")]
+        except SafetensorError as error:
+            raise DsparkError("features", row.id, f"is not in {entry['shard']} ({error}); capture again") from error
+        return Features(*parts)
+
+
+def _signature(target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> dict[str, Any]:
+    return {"target": target_name, "taps": list(taps), "hidden_size": hidden_size, "num_layers": num_layers}
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """`index.json` of a feature folder. Raises DsparkError when it is missing or not one of ours."""
+    path = folder / "index.json"
+    if not path.is_file():
+        raise DsparkError("features", str(folder), "no index.json there; give a folder written by a capture")
+    try:
+        index = json.loads(path.read_text())
+    except ValueError as error:
+        raise DsparkError("features", str(path), f"is not valid JSON ({error}); capture again") from error
+    needed = {"format", "target", "taps", "hidden_size", "num_layers", "dtype", "pre_norm", "rows"}
+    if not isinstance(index, dict) or needed - index.keys() or index["format"] != FORMAT or not index["pre_norm"]:
+        raise DsparkError("features", str(path), f"must hold {sorted(needed)}, format {FORMAT}, pre-norm states")
+    return index
+
+
+def estimate_bytes(rows: Iterable[Row], taps: int, d: int, dtype: DtypeName = "bf16") -> int:
+    """Bytes on disk of these rows' features: T x ((m + 1) x d x size + 4)."""
+    per_token = (taps + 1) * d * DTYPES[dtype].itemsize + 4
+    return sum(len(row.ids) - 1 for row in rows) * per_token
+
+
+def check_disk(folder: str | Path, needed: int, say: Callable[[str], None] = print) -> None:
+    """Print what the features will take; raises DsparkError when the disk has less (field-failures 10)."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    say(f"features: {needed / 2**30:.2f} GiB to write to {folder}, {free / 2**30:.1f} GiB free")
+    if needed > free * 0.95:
+        remedy = (
+            f"needs {needed / 2**30:.2f} GiB and has {free / 2**30:.2f} free; use another disk or features in process"
+        )
+        raise DsparkError("features", str(folder), remedy)
+
+
+class FeatureWriter:
+    """Writes features shard by shard. A shard becomes part of the folder when index.json names it, so a kill at any
+    moment leaves a readable folder; rows not in it (`row_id in writer`) are simply added again.
+
+    Raises DsparkError when the folder already holds features of another target, taps or dtype.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        target: Target,
+        taps: Sequence[int],
+        dtype: DtypeName = "bf16",
+        shard_bytes: int = 256 * 2**20,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise DsparkError("dtype", dtype, "must be bf16 or fp32")
+        self.folder, self.dtype, self.shard_bytes = Path(folder), dtype, shard_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.target, self.taps = target, tuple(taps)
+        signature = _signature(target.name, taps, target.hidden_size, target.num_layers)
+        self._width = target.hidden_size
+        fresh = {"format": FORMAT, **signature, "dtype": dtype, "pre_norm": True, "rows": {}}
+        if (self.folder / "index.json").exists():
+            self.index = read_index(self.folder)
+            for field in (*signature, "dtype"):
+                if self.index[field] != fresh[field]:
+                    found, wanted = self.index[field], fresh[field]
+                    raise DsparkError(f"features.{field}", found, f"{folder} holds other features than {wanted!r}")
+        else:
+            self.index = fresh
+        self._pending: dict[str, Features] = {}
+        self._pending_bytes = 0
+
+    def __contains__(self, row_id: str) -> bool:
+        return row_id in self.index["rows"] or row_id in self._pending
+
+    def add(self, row: Row, features: Features) -> None:
+        """Check (`check_features`) and keep one row; a full shard is written at once."""
+        if row.id in self:
+            return
+        check_features(row, features, len(self.taps), self._width)
+        kind = DTYPES[self.dtype]
+        kept = Features(features.taps.to(kind), features.last_hidden.to(kind), features.lse.float())
+        self._pending[row.id] = kept
+        self._pending_bytes += kept.nbytes
+        if self._pending_bytes >= self.shard_bytes:
+            self.flush()
+
+    def write(self, row: Row, taps: Tensor, last_hidden: Tensor) -> None:
+        """Keep what a generating pass captured (`data/regenerate.py:FeatureSink`): taps [T, m * d], last_hidden [T, d].
+
+        The log-sum-exp is taken from the states as stored, so that p sums to one exactly as it will be read.
+        """
+        stored = last_hidden.to(DTYPES[self.dtype])
+        self.add(row, Features(taps, stored, log_sum_exp(self.target, stored)))
+
+    def flush(self) -> None:
+        """Write what is pending as one more shard, then the index that names it."""
+        if self._pending:
+            used = {entry["shard"] for entry in self.index["rows"].values()}
+            name = f"shard-{len(used):05d}.safetensors"
+            tensors = {}
+            for row_id, f in self._pending.items():
+                for part in ("taps", "last_hidden", "lse"):
+                    tensors[f"{row_id}.{part}"] = getattr(f, part).contiguous()
+            temporary = self.folder / (name + ".tmp")
+            save_file(tensors, temporary)
+            os.replace(temporary, self.folder / name)
+            for row_id, f in self._pending.items():
+                self.index["rows"][row_id] = {"shard": name, "tokens": len(f.lse)}
+            self._pending, self._pending_bytes = {}, 0
+        temporary = self.folder / "index.json.tmp"
+        temporary.write_text(json.dumps(self.index))
+        os.replace(temporary, self.folder / "index.json")
+
+    close = flush
+
+    def __enter__(self) -> FeatureWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+
+
+def cache_features(
+    source: InProcessFeatures, rows: Sequence[Row], writer: FeatureWriter, say: Callable[[str], None] = print
+) -> int:
+    """Run the target once over the rows that the folder lacks; returns how many that were."""
+    missing = [row for row in rows if row.id not in writer]
+    if missing:
+        check_disk(
+            writer.folder, estimate_bytes(missing, len(writer.taps), source.target.hidden_size, writer.dtype), say
+        )
+    for number, row in enumerate(missing):
+        if number % 200 == 0:
+            say(f"features: {number}/{len(missing)} rows")
+        features = source.get(row)
+        writer.write(row, features.taps, features.last_hidden)
+    writer.flush()
+    return len(missing)
+
+
+def check_features(row: Row, features: Features, taps: int, hidden_size: int) -> None:
+    """Raises DsparkError on wrong shapes, non-finite values or a tap without any variance (field-failures 7)."""
+    t = len(row.ids) - 1
+    shapes = {"taps": (t, taps * hidden_size), "last_hidden": (t, hidden_size), "lse": (t,)}
+    for part, shape in shapes.items():
+        value: Tensor = getattr(features, part)
+        if tuple(value.shape) != shape:
+            raise DsparkError(f"features.{part} of row {row.id}", tuple(value.shape), f"must have shape {shape}")
+        if not torch.isfinite(value).all():
+            raise DsparkError(f"features.{part} of row {row.id}", "non-finite", "the capture is broken; capture again")
+    states = [*features.taps.split(hidden_size, dim=-1), features.last_hidden] if taps else [features.last_hidden]
+    for index, state in enumerate(states):
+        if state.float().var() == 0:
+            name = f"tap {index}" if index < taps else "last_hidden"
+            raise DsparkError(f"features of row {row.id}", name, "has zero variance; the capture is broken")
+
+
+@torch.no_grad()
+def verify_features(target: Target, row: Row, features: Features, taps: Sequence[int]) -> dict[str, float]:
+    """Rebuild the target's logits from the captured states and compare them with a fresh pass of the target.
+
+    Returns relative errors by norm: logits, lse and each tap. Raises DsparkError when one is past what the storage
+    type explains (1e-3 in fp32, 3e-2 in bf16): layers off by one, post-norm states, a wrong batch row.
+    """
+    check_features(row, features, len(taps), target.hidden_size)
+    ids = torch.tensor(row.ids[:-1], dtype=torch.int64)
+    out = target.forward([(target.new_state(len(ids)), ids)], taps=taps, logits="all")
+    assert out.taps is not None
+    stored, width = features.last_hidden.dtype, target.hidden_size
+    rebuilt = torch.cat([target.head(h.to(target.dtype)) for h in features.last_hidden.split(HEAD_CHUNK)])
+    fresh = out.logits.float()
+    errors = {"logits": _relative(rebuilt, fresh), "lse": _relative(features.lse, fresh.logsumexp(-1))}
+    for index, tap in enumerate(taps):
+        columns = slice(index * width, (index + 1) * width)
+        errors[f"tap {tap}"] = _relative(features.taps[:, columns], out.taps[:, columns])
+    limit = 1e-3 if stored == torch.float32 and target.dtype == torch.float32 else 3e-2
+    for name, error in errors.items():
+        if not error <= limit:
+            remedy = f"differs from the target's own pass by {error:.2e} (limit {limit:.0e}); capture again"
+            raise DsparkError(f"features of row {row.id}", name, remedy)
+    return errors
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    value, reference = value.float(), reference.float()
+    return float((value - reference).norm() / reference.norm().clamp_min(1e-12))
