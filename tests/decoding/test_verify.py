@@ -1,6 +1,6 @@
 """Accept rules on a toy pair (Markov target, another Markov chain as draft): nothing but the target's law comes out.
 
-A block of two drafts is verified and the joint law of the first three tokens is tested, so that a wrong residual, a
+A block of drafts is verified and the joint law of all the tokens it can give is tested, so that a wrong residual, a
 wrong q or a reused random number shows up as a dependence between tokens as well as in each one's law.
 """
 
@@ -24,31 +24,31 @@ from dspark.decoding.request import Rule, SamplingSettings
 from dspark.decoding.sampling import Use
 
 DRAWS = 20_000
-BLOCK = 2
 START = 0
 SEED = 2024
 
 
 @dataclass(frozen=True)
 class Case:
+    """length: tokens whose joint law is tested, block + 1 but for a vocabulary too large for pairs."""
+
     rule: Rule
     draft: Rule
     settings: SamplingSettings
     vocab: int = 4
+    block: int = 2
     length: int = 3
 
 
 CASES = {
     "rejection, temperature": Case("rejection", "rejection", SamplingSettings(0.8)),
-    "rejection, top-k": Case("rejection", "rejection", SamplingSettings(1.0, top_k=3)),
-    "rejection, top-p": Case("rejection", "rejection", SamplingSettings(1.0, top_p=0.85)),
-    "rejection, min-p": Case("rejection", "rejection", SamplingSettings(1.2, min_p=0.25)),
-    "rejection, greedy draft": Case("rejection", "greedy", SamplingSettings(1.0)),
-    "rejection, greedy draft, all filters": Case("rejection", "greedy", SamplingSettings(1.5, 3, 0.95, 0.1)),
-    "rejection, 600 tokens": Case("rejection", "rejection", SamplingSettings(1.0, 200, 0.95, 0.002), 600, 1),
-    "coupled, temperature": Case("coupled", "coupled", SamplingSettings(0.8)),
+    "rejection, top-k": Case("rejection", "rejection", SamplingSettings(1.0, top_k=3), block=1, length=2),
+    "rejection, top-p": Case("rejection", "rejection", SamplingSettings(1.0, top_p=0.85), block=1, length=2),
+    "rejection, min-p": Case("rejection", "rejection", SamplingSettings(1.2, min_p=0.25), block=1, length=2),
+    "rejection, greedy draft": Case("rejection", "greedy", SamplingSettings(1.5, 3, 0.95, 0.1)),
+    "rejection, 600 ids": Case("rejection", "rejection", SamplingSettings(1.0, 200, 0.95, 0.002), 600, 1, 1),
+    "coupled, temperature": Case("coupled", "coupled", SamplingSettings(0.8), block=1, length=2),
     "coupled, all filters": Case("coupled", "coupled", SamplingSettings(1.5, 3, 0.95, 0.1)),
-    "coupled, 600 tokens": Case("coupled", "coupled", SamplingSettings(1.0, 200, 0.95, 0.002), 600, 1),
 }
 THRESHOLD = 0.01 / len(CASES)
 
@@ -70,10 +70,10 @@ def target_rows(vocab: int, settings: SamplingSettings) -> np.ndarray:
 def one_round(case: Case, index: int) -> list[int]:
     """Draft, verify: the tokens that round `index` emits after START."""
     target, draft = pair(case.vocab)
-    position = index * (BLOCK + 1)  # disjoint position noise: every round is a sample of its own
+    position = index * (case.block + 1)  # disjoint position noise: every round is a sample of its own
     drafts: list[int] = []
     laws: list[torch.Tensor | None] = []
-    for slot in range(BLOCK):
+    for slot in range(case.block):
         logits = draft[drafts[-1] if drafts else START]
         token, law = verify.draft_token(logits, case.settings, SEED, index, slot, position + slot, case.draft)
         drafts.append(token)
@@ -92,7 +92,7 @@ def emit(case: Case, draws: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
     rounds = [one_round(case, index) for index in range(draws)]
     emitted = np.array([len(tokens) for tokens in rounds])
-    sequences = np.full((draws, max(case.length, BLOCK + 1)), -1)
+    sequences = np.full((draws, case.block + 1), -1)
     for row, tokens in zip(sequences, rounds, strict=True):
         row[: len(tokens)] = tokens
     cdf = target_rows(case.vocab, case.settings).cumsum(axis=1)

@@ -12,6 +12,7 @@ the raw 64-bit stream is used: numpy keeps that one stable between releases, its
 from __future__ import annotations
 
 import math
+import threading
 from enum import IntEnum
 
 import numpy as np
@@ -118,11 +119,29 @@ def _nucleus(values: Tensor, top_p: float) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- noise
 
 
-def _raw(seed: int, domain: int, counter: tuple[int, int, int], size: int) -> np.ndarray:
-    """`size` raw uint64. The lowest counter word runs inside one call, the three others are the caller's key."""
-    key = np.array([seed, domain], dtype=np.uint64)
-    start = np.array([0, *counter], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=start).random_raw(size)
+class _Philox(threading.local):
+    """One generator a thread, moved to its key for every use: making a new one costs several times as much."""
+
+    def __init__(self) -> None:
+        self.bits = np.random.Philox(key=0)
+
+    def at(self, seed: int, domain: int, counter: tuple[int, int, int]) -> np.random.Philox:
+        """Key (seed, domain). The lowest counter word runs while numbers are taken, the others are `counter`."""
+        self.bits.state = {
+            "bit_generator": "Philox",
+            "state": {
+                "key": np.array([seed, domain], dtype=np.uint64),
+                "counter": np.array([0, *counter], dtype=np.uint64),
+            },
+            "buffer": np.zeros(4, dtype=np.uint64),
+            "buffer_pos": 4,  # empty
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self.bits
+
+
+_philox = _Philox()
 
 
 def uniform(seed: int, *key_ints: int) -> float:
@@ -133,13 +152,13 @@ def uniform(seed: int, *key_ints: int) -> float:
     if len(key_ints) > 3:
         raise ValueError(f"at most 3 key integers, got {len(key_ints)}")
     first, second, third = (*key_ints, 0, 0, 0)[:3]
-    raw = int(_raw(seed, len(key_ints), (first, second, third), 1)[0])
+    raw = int(_philox.at(seed, len(key_ints), (first, second, third)).random_raw())
     return (raw >> 11) * 2.0**-53
 
 
 def gumbel(seed: int, position: int, size: int) -> Tensor:
     """Standard Gumbel noise [size] float64 of one position: entry v belongs to token id v, whatever `size` is."""
-    raw = _raw(seed, _GUMBEL_DOMAIN + Use.COUPLED, (position, 0, 0), size)
+    raw = _philox.at(seed, _GUMBEL_DOMAIN + Use.COUPLED, (position, 0, 0)).random_raw(size)
     # 52 bits and a half step: strictly inside (0, 1) at both ends, so neither logarithm can be infinite.
     u = torch.from_numpy((raw >> np.uint64(12)).astype(np.float64)).add_(0.5).mul_(2.0**-52)
     return u.log_().neg_().log_().neg_()
