@@ -1,1 +1,1 @@
-
+"""Prompts in, target-written token rows out."""

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from dspark.errors import DsparkError
+
+LOOP_NGRAM = 16  # method.md section 6: n-grams of up to 16 tokens ...
+LOOP_REPEATS = 4  # ... repeated at least 4 times up to the end
 
 
 class Row(BaseModel):
@@ -33,3 +47,243 @@ class Row(BaseModel):
     @property
     def loss_mask(self) -> list[bool]:
         return [False] * len(self.prompt_ids) + [True] * len(self.answer_ids)
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The answer without the stop token that ends it."""
+        return self.answer_ids[:-1] if self.finish == "stop" else self.answer_ids
+
+
+def row_id(prompt_ids: Sequence[int], settings: Mapping[str, object]) -> str:
+    """Content-derived id of a row: the same prompt ids under the same settings give the same 24 hex digits."""
+    content = json.dumps([list(prompt_ids), dict(settings)], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+
+def check_row(row: Row, where: str = "row") -> Row:
+    """Refuse a row in which no token or every token is supervised: a sure sign of a wrong mask."""
+    if not row.answer_ids:
+        raise DsparkError(f"{where}: answer_ids", row.id, "is empty, so no token of this row is supervised")
+    if not row.prompt_ids:
+        raise DsparkError(f"{where}: prompt_ids", row.id, "is empty, so every token of this row is supervised")
+    return row
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise DsparkError(f"{where}: {field}", _short(first.get("input")), first["msg"]) from None
+    return check_row(row, where)
+
+
+def _short(value: object, limit: int = 80) -> object:
+    text = value if isinstance(value, str) else repr(value)
+    return value if len(text) <= limit else text[:limit] + "..."
+
+
+def _read_lines(path: Path, repair: bool) -> tuple[list[Row], int]:
+    """Rows of a file and the bytes they take. With `repair` a torn last line is left out."""
+    rows, good = [], 0
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            torn = not line.endswith(b"\n")
+            if line.strip():
+                try:
+                    rows.append(_parse(line, f"{path}:{number}"))
+                except DsparkError:
+                    if repair and torn:  # only an unfinished write lacks its newline
+                        break
+                    raise
+            if torn and repair:
+                rows = rows[:-1] if line.strip() else rows  # whole by luck: rewritten all the same
+                break
+            good += len(line)
+    return rows, good
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Every row of a JSONL file. Raises DsparkError naming file, line and field; ids must be unique."""
+    path = Path(path)
+    if not path.is_file():
+        raise DsparkError("rows", str(path), "no such file; make one with `dspark regenerate`")
+    rows, _ = _read_lines(path, repair=False)
+    if not rows:
+        raise DsparkError("rows", str(path), "holds no row")
+    _refuse_duplicates(rows, path)
+    return rows
+
+
+def _refuse_duplicates(rows: Iterable[Row], path: Path) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise DsparkError(f"{path}: id", row.id, "appears twice; row ids must be unique")
+        seen.add(row.id)
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Write a whole file at once: a temporary name first, then a rename."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as handle:
+        for row in rows:
+            handle.write(check_row(row).model_dump_json() + "\n")
+    os.replace(temporary, path)
+
+
+class RowWriter:
+    """Appends rows to a JSONL file, one flushed line each, so that a kill loses at most the line being written.
+
+    Opening an existing file reads it (`.existing`, by id) and cuts off a torn last line.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.existing: dict[str, Row] = {}
+        if self.path.exists():
+            rows, good = _read_lines(self.path, repair=True)
+            _refuse_duplicates(rows, self.path)
+            self.existing = {row.id: row for row in rows}
+            if good != self.path.stat().st_size:
+                os.truncate(self.path, good)
+        self._handle = self.path.open("ab")
+
+    def append(self, row: Row) -> None:
+        self._handle.write(check_row(row).model_dump_json().encode() + b"\n")
+        self._handle.flush()
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Several rows on one flat line of S tokens, S = the sum of len(row.ids).
+
+    ids [S] int64, loss_mask [S] bool, document_ids [S] int64 (0, 1, ...), positions [S] int64 (0.. in each document).
+    document_ids rule everything that looks sideways: a label, an anchor or a context token counts only inside
+    its own document, and positions restart with it.
+    The target never reads the last token of a row, so the features of a document cover its first len(ids) - 1
+    tokens; whoever lays features beside this line puts zeros under the last token of each document. Nothing
+    reads those zeros: an anchor's context ends before it, and the last token can only be a label.
+    """
+
+    ids: Tensor
+    loss_mask: Tensor
+    document_ids: Tensor
+    positions: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each document, [documents] int64."""
+        return torch.bincount(self.document_ids)
+
+
+def pack(rows: Sequence[Row]) -> PackedRow:
+    """Lay rows end to end. Raises DsparkError when there is none, or when a row has a wrong mask."""
+    if not rows:
+        raise DsparkError("rows", [], "need at least one row to pack")
+    lengths = torch.tensor([len(check_row(row).ids) for row in rows])
+    return PackedRow(
+        ids=torch.tensor([token for row in rows for token in row.ids], dtype=torch.int64),
+        loss_mask=torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool),
+        document_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths),
+        positions=torch.cat([torch.arange(int(length)) for length in lengths]),
+    )
+
+
+def group_rows(rows: Iterable[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Split rows, in order, into groups of at most `max_tokens` tokens to pack (a longer row is a group alone)."""
+    group: list[Row] = []
+    size = 0
+    for row in rows:
+        length = len(row.ids)
+        if group and size + length > max_tokens:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += length
+    if group:
+        yield group
+
+
+def split_held_out(rows: Sequence[Row], share: float, seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows). The hash of (seed, source) decides, so all turns of one prompt stay together
+    and adding rows never moves one across. Neither side is left empty when 0 < share < 1 and there are two prompts."""
+    if not 0.0 <= share < 1.0:
+        raise DsparkError("held_out", share, "must be in [0, 1)")
+
+    draw = {source: _unit_hash(f"{seed}/{source}") for source in {row.source for row in rows}}
+    held = {source for source, value in draw.items() if value < share}
+    if share > 0 and len(draw) > 1:
+        if not held:
+            held = {min(draw, key=lambda source: draw[source])}
+        elif len(held) == len(draw):
+            held.discard(max(draw, key=lambda source: draw[source]))
+    return [row for row in rows if row.source not in held], [row for row in rows if row.source in held]
+
+
+def _unit_hash(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone (Python's own hash changes from run to run)."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
+
+
+def detect_loop(ids: Sequence[int]) -> bool:
+    """True when an n-gram of up to 16 tokens is repeated at least 4 times up to the end (method.md section 6).
+
+    Give the answer without its stop token (`row.text_ids`).
+    """
+    for n in range(1, LOOP_NGRAM + 1):
+        if len(ids) < n * LOOP_REPEATS:
+            return False
+        tail = ids[len(ids) - n * LOOP_REPEATS :]
+        if all(tail[i] == tail[i + n] for i in range(n * (LOOP_REPEATS - 1))):
+            return True
+    return False
+
+
+@dataclass
+class RowSummary:
+    """Counts over a set of rows; sums only, so that two of them add up.
+
+    dropped_empty, too_long and duplicates count prompts that gave no row: the answer was empty, the prompt did not
+    fit, or the same prompt ids were already asked.
+    """
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    supervised_tokens: int = 0
+    stop: int = 0
+    length_cut: int = 0
+    loops: int = 0
+    dropped_empty: int = 0
+    too_long: int = 0
+    duplicates: int = 0
+
+    def add(self, row: Row) -> None:
+        self.rows += 1
+        self.prompt_tokens += len(row.prompt_ids)
+        self.supervised_tokens += len(row.answer_ids)
+        self.stop += row.finish == "stop"
+        self.length_cut += row.finish == "length"
+        self.loops += detect_loop(row.text_ids)
+
+
+def summarise(rows: Iterable[Row]) -> RowSummary:
+    summary = RowSummary()
+    for row in rows:
+        summary.add(row)
+    return summary

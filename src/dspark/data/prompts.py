@@ -1,0 +1,154 @@
+"""Prompts: what people ask, one conversation of user turns each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import DsparkError
+
+_REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """id: unique, e.g. "gsm8k/17"; turns: the user's messages, in order, none of them blank."""
+
+    id: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """Where a public data set lives on the Hugging Face hub, and which column holds the prompt (a text, or a list
+    of turns). `suffix` is added to each text."""
+
+    repo: str
+    config: str | None
+    split: str
+    column: str
+    suffix: str = ""
+
+
+HUB_SETS = {
+    "gsm8k": HubSet("openai/gsm8k", "main", "test", "question", _REASON),
+    "gsm8k-train": HubSet("openai/gsm8k", "main", "train", "question", _REASON),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "problem", _REASON),
+    "humaneval": HubSet("openai/openai_humaneval", None, "test", "prompt"),
+    "mbpp": HubSet("google-research-datasets/mbpp", "sanitized", "test", "prompt"),
+    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
+}
+
+
+def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = None) -> list[Prompt]:
+    """Prompts of a JSONL file, of every *.jsonl in a folder (by name), or of a public set ("hub:gsm8k").
+
+    A line is {"id": "...", "turns": ["...", ...]}. `limit` keeps the first ones; with a `seed` it keeps a mixture
+    drawn by the hash of (seed, id) instead, in file order.
+    Raises DsparkError naming file, line, field and value: unreadable JSON, an unknown or missing field, a blank
+    turn, an id used twice.
+    """
+    if limit is not None and limit < 1:
+        raise DsparkError("limit", limit, "must be at least 1")
+    source = _hub(str(path)[4:]) if str(path).startswith("hub:") else _folder_or_file(Path(path))
+    prompts = _unique(source)
+    if limit is None or seed is None:
+        found = list(prompts if limit is None else islice(prompts, limit))
+    else:
+        every = list(prompts)
+        order = sorted(range(len(every)), key=lambda i: hashlib.sha256(f"{seed}/{every[i].id}".encode()).digest())
+        found = [every[i] for i in sorted(order[:limit])]
+    if not found:
+        raise DsparkError("prompts", str(path), "holds no prompt")
+    return found
+
+
+def demo_prompts() -> list[Prompt]:
+    """The 15 prompts shipped with dspark: 5 maths, 5 code, 5 chat."""
+    text = files("dspark").joinpath("assets/prompts/demo.jsonl").read_text(encoding="utf-8")
+    return list(_unique(_parse_lines("demo.jsonl", text.splitlines())))
+
+
+def _folder_or_file(path: Path) -> Iterator[tuple[str, Prompt]]:
+    if path.is_dir():
+        found = sorted(path.glob("*.jsonl"))
+        if not found:
+            raise DsparkError("prompts", str(path), "this folder holds no *.jsonl file")
+    elif path.is_file():
+        found = [path]
+    else:
+        raise DsparkError("prompts", str(path), "no such file or folder (a public set is written hub:gsm8k)")
+    for file in found:
+        try:
+            with file.open(encoding="utf-8") as handle:
+                yield from _parse_lines(str(file), handle)
+        except UnicodeDecodeError as error:
+            raise DsparkError("prompts", str(file), f"is not UTF-8 text ({error.reason})") from None
+
+
+def _parse_lines(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Prompt]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{name}:{number}"
+            yield place, _parse(line, place)
+
+
+def _parse(line: str, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DsparkError(place, line.strip()[:60], f"is not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(fields, dict):
+        raise DsparkError(place, line.strip()[:60], 'must be an object {"id": "...", "turns": ["..."]}')
+    for field in fields:
+        if field not in ("id", "turns"):
+            raise DsparkError(f"{place}: {field}", str(fields[field])[:60], "unknown field; a prompt has id and turns")
+    return _prompt(fields.get("id"), fields.get("turns"), place)
+
+
+def _prompt(identity: Any, turns: Any, place: str) -> Prompt:
+    if not isinstance(identity, str) or not identity.strip():
+        raise DsparkError(f"{place}: id", identity, "must be a non-empty text")
+    if not isinstance(turns, list) or not turns:
+        raise DsparkError(f"{place}: turns", turns, "must be a list with at least one text")
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, str) or not turn.strip():
+            raise DsparkError(f"{place}: turns[{number}]", turn, "must be a text that is not blank")
+    return Prompt(identity, tuple(turns))
+
+
+def _unique(placed: Iterable[tuple[str, Prompt]]) -> Iterator[Prompt]:
+    seen: dict[str, str] = {}
+    for place, prompt in placed:
+        if prompt.id in seen:
+            raise DsparkError(f"{place}: id", prompt.id, f"is already used at {seen[prompt.id]}; ids must be unique")
+        seen[prompt.id] = place
+        yield prompt
+
+
+def _hub(name: str) -> Iterator[tuple[str, Prompt]]:
+    """A public data set through the `datasets` library."""
+    if name not in HUB_SETS:
+        raise DsparkError("prompts", f"hub:{name}", f"unknown set; known are {', '.join(sorted(HUB_SETS))}")
+    known = HUB_SETS[name]
+    try:
+        import datasets  # heavy and optional
+    except ImportError:
+        raise DsparkError("prompts", f"hub:{name}", "needs the datasets library: pip install datasets") from None
+    try:
+        table = datasets.load_dataset(known.repo, known.config, split=known.split)
+    except Exception as error:  # the hub client raises many kinds; all of them mean "not to be had from here"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        remedy = f"{known.repo} cannot be reached ({reason}); use a JSONL file"
+        raise DsparkError("prompts", f"hub:{name}", remedy) from None
+    for number, line in enumerate(table):
+        value = line[known.column]
+        turns = [value] if isinstance(value, str) else list(value)
+        place = f"hub:{name}:{number}"
+        yield place, _prompt(f"{name}/{number}", [turn + known.suffix for turn in turns], place)

@@ -1,0 +1,371 @@
+"""Regenerate: the target itself answers the prompts, and the rows keep the ids it emitted.
+
+A draft learns to predict this target, so its training answers must be this target's own (method: training data).
+Every row has a content-derived id; running the same command again continues where the last run stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from filelock import FileLock, Timeout
+from rich.console import Console
+from torch import Tensor
+
+from dspark import __version__
+from dspark.data.chat import ChatRenderer
+from dspark.data.progress import TokenProgress
+from dspark.data.prompts import Prompt
+from dspark.data.rows import Row, RowSummary, RowWriter, row_id, summarise
+from dspark.decoding.engine import Engine
+from dspark.decoding.request import Request, Result, SamplingSettings
+from dspark.errors import DsparkError
+from dspark.targets.base import Target
+
+FORMAT = 1
+
+
+class FeatureSink(Protocol):
+    """Where `regenerate` puts what the target computed on the way. Give the engine the taps (`capture_taps`)."""
+
+    def write(self, row: Row, taps: Tensor, last_hidden: Tensor) -> None:
+        """taps [T, m * d] and the pre-norm last hidden [T, d] of the T = len(row.ids) - 1 tokens the target read.
+        Called before the row is written, so that a row on disk never lacks features the sink was given."""
+
+
+@dataclass(frozen=True)
+class RegenerateSettings:
+    """How the target answers. Sampled answers get a seed of their own each, derived from `seed` and the row's id,
+    so that they do not depend on the batch, the order or an interruption.
+
+    max_tokens: answer tokens at most (longer answers are cut and marked); max_prompt_tokens: longer prompts are
+    left out and named (None: whatever fits the target's context).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 512
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sampling("")  # raises on a value out of range
+        if self.max_tokens < 1:
+            raise DsparkError("max_tokens", self.max_tokens, "must be at least 1")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise DsparkError("max_prompt_tokens", self.max_prompt_tokens, "must be at least 1")
+
+    def sampling(self, identity: str) -> SamplingSettings:
+        """Sampling settings of the row with this id."""
+        base = SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        if base.greedy:
+            return SamplingSettings()
+        digest = hashlib.sha256(f"{self.seed}/{identity}".encode()).digest()
+        seed = int.from_bytes(digest[:8]) >> 1
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, seed)
+
+    def identity(self) -> dict[str, object]:
+        """The settings that decide an answer, for its row id: a greedy one depends on the token limit alone."""
+        if self.temperature == 0.0:
+            return {"temperature": 0.0, "max_tokens": self.max_tokens}
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class Regenerated:
+    """What a run did. summary: over the whole file; the rest: of this run.
+
+    left_out: one line for each turn that gave no row because its prompt was too long, with the turns after it.
+    """
+
+    summary: RowSummary
+    new_rows: int = 0
+    new_tokens: int = 0
+    resumed_rows: int = 0
+    seconds: float = 0.0
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Conversation:
+    """A prompt under way. messages ends with the user turn to be answered next."""
+
+    prompt: Prompt
+    turn: int
+    messages: list[dict[str, str]]
+    prompt_ids: list[int] = field(default_factory=list)
+    row_id: str = ""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer already known: whose it was, and its text ids (compact; a file may hold millions)."""
+
+    source: str
+    turn: int
+    text_ids: array[int]
+
+    @classmethod
+    def of(cls, row: Row) -> _Answer:
+        return cls(row.source, row.turn, array("q", row.text_ids))
+
+
+def regenerate(
+    engine: Engine,
+    target: Target,
+    prompts: Iterable[Prompt],
+    out: str | Path,
+    settings: RegenerateSettings,
+    renderer: ChatRenderer | None = None,
+    sink: FeatureSink | None = None,
+    prompt_files: Sequence[str | Path] = (),
+    console: Console | None = None,
+    quiet: bool = False,
+) -> Regenerated:
+    """Let the target answer `prompts` and append the rows to `out` (JSONL, in order of completion).
+
+    Turn k + 1 of a conversation is rendered with the target's own answer to turn k. `<out>.meta.json` records the
+    target, template, settings, versions and prompt files; a file made under others is refused, the same command on
+    an unfinished one goes on. Empty answers are dropped (and not tried again), answers cut at the token limit are
+    marked, equal prompts are asked once; all are counted. An interrupt (Ctrl-C) leaves a file that can be resumed.
+    `prompt_files` are hashed into the sidecar. Raises DsparkError on bad input.
+    """
+    prompts, out = list(prompts), Path(out)
+    renderer = renderer or ChatRenderer(target.tokenizer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():
+        raise DsparkError("out", str(out), "is a folder; give the name of a .jsonl file")
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise DsparkError("out", str(out), "is being written by another run; wait for it or use another file") from None
+    try:
+        meta = _open_sidecar(out, _describe(target, renderer, settings, prompt_files))
+        with RowWriter(out) as writer:
+            turns = sum(len(prompt.turns) for prompt in prompts)
+            with TokenProgress("regenerate", turns, console, quiet) as progress:
+                run = _Run(target, renderer, settings, writer, sink, meta, progress)
+                try:
+                    run.serve(engine, prompts)
+                    meta["complete"] = True
+                finally:
+                    run.report.seconds = progress.seconds
+                    meta["summary"] = asdict(run.report.summary)
+                    _write_json(_sidecar(out), meta)
+        return run.report
+    finally:
+        lock.release()
+
+
+class _Run:
+    """One run over the prompts: which turn is asked next, and what becomes of its answer."""
+
+    def __init__(
+        self,
+        target: Target,
+        renderer: ChatRenderer,
+        settings: RegenerateSettings,
+        writer: RowWriter,
+        sink: FeatureSink | None,
+        meta: dict[str, Any],
+        progress: TokenProgress,
+    ) -> None:
+        self.target, self.renderer, self.settings = target, renderer, settings
+        self.writer, self.sink, self.progress = writer, sink, progress
+        self.dropped: dict[str, str] = meta["dropped"]
+        self.report = Regenerated(summarise(writer.existing.values()))
+        self.answers = {identity: _Answer.of(row) for identity, row in writer.existing.items()}
+        writer.existing.clear()
+        self.queue: deque[_Conversation] = deque()
+        self.asked: dict[str, list[_Conversation]] = {}  # row id in flight -> others that want the same answer
+        limit = target.max_context - 1
+        self.room = limit if settings.max_prompt_tokens is None else min(limit, settings.max_prompt_tokens)
+
+    def serve(self, engine: Engine, prompts: Iterable[Prompt]) -> None:
+        for prompt in prompts:
+            self.queue.append(_Conversation(prompt, 0, [{"role": "user", "content": prompt.turns[0]}]))
+        # A follow-up turn joins the queue as soon as its answer is there and the engine pulls it into the running
+        # batch; those that come after the engine found the queue empty make one more wave.
+        while self.queue:
+            submitted: list[_Conversation] = []
+            captured: dict[int, tuple[Tensor, Tensor]] = {}
+
+            def capture(index: int, taps: Tensor, last_hidden: Tensor, into: dict[int, Any] = captured) -> None:
+                into[index] = (taps, last_hidden)
+
+            results = engine.run(self._requests(submitted), capture if self.sink is not None else None)
+            for index, result in results:
+                self._finished(submitted[index], result, captured.pop(index, None))
+
+    def _requests(self, submitted: list[_Conversation]) -> Iterator[Request]:
+        while self.queue:
+            conversation = self.queue.popleft()
+            if self._must_ask(conversation):
+                submitted.append(conversation)
+                sampling = self.settings.sampling(conversation.row_id)
+                yield Request(conversation.prompt_ids, self.settings.max_tokens, sampling, self.target.stop_ids)
+
+    def _must_ask(self, conversation: _Conversation) -> bool:
+        """Render the turn; False when its answer is known, on its way, or not to be had."""
+        conversation.prompt_ids = self.renderer.prompt_ids(conversation.messages)
+        length = len(conversation.prompt_ids)
+        if length > self.room:
+            left = len(conversation.prompt.turns) - conversation.turn
+            self.report.summary.too_long += 1
+            where = f"{conversation.prompt.id} turn {conversation.turn}"
+            self.report.left_out.append(f"{where}: {length} tokens, room for {self.room}")
+            self.progress.skip(left)
+            return False
+        identity = row_id(conversation.prompt_ids, self.settings.identity())
+        conversation.row_id = identity
+        if identity in self.asked:
+            self.asked[identity].append(conversation)
+            return False
+        if identity in self.answers:
+            self._known(conversation)
+            return False
+        if identity in self.dropped:
+            self._empty(conversation)
+            return False
+        self.asked[identity] = []
+        return True
+
+    def _known(self, conversation: _Conversation) -> None:
+        """The answer is in the file: this turn's own from an earlier run, or that of an equal prompt."""
+        answer = self.answers[conversation.row_id]
+        if (answer.source, answer.turn) == (conversation.prompt.id, conversation.turn):
+            self.report.resumed_rows += 1
+        else:
+            self.report.summary.duplicates += 1
+        self.progress.skip()
+        self._advance(conversation, answer)
+
+    def _empty(self, conversation: _Conversation) -> None:
+        """An empty answer gives no row and ends its conversation."""
+        self.report.summary.dropped_empty += 1
+        self.progress.skip(len(conversation.prompt.turns) - conversation.turn)
+
+    def _finished(self, conversation: _Conversation, result: Result, captured: tuple[Tensor, Tensor] | None) -> None:
+        assert result.finish_reason is not None
+        row = Row(
+            id=conversation.row_id,
+            source=conversation.prompt.id,
+            turn=conversation.turn,
+            prompt_ids=conversation.prompt_ids,
+            answer_ids=result.output_ids,
+            finish=result.finish_reason,
+            temperature=self.settings.temperature,
+        )
+        others = self.asked.pop(row.id)
+        if not self._text(row.text_ids).strip():
+            self.dropped[row.id] = row.source
+            for ended in (conversation, *others):
+                self._empty(ended)
+            return
+        if self.sink is not None and captured is not None:
+            self.sink.write(row, *captured)
+        self.writer.append(row)
+        self.answers[row.id] = answer = _Answer.of(row)
+        self.report.summary.add(row)
+        self.report.new_rows += 1
+        self.report.new_tokens += len(row.answer_ids)
+        self.progress.row(len(row.answer_ids))
+        self._advance(conversation, answer)
+        for other in others:
+            self._known(other)
+
+    def _advance(self, conversation: _Conversation, answer: _Answer) -> None:
+        turn = conversation.turn + 1
+        if turn == len(conversation.prompt.turns):
+            return
+        said = {"role": "assistant", "content": self._text(answer.text_ids)}
+        asked = {"role": "user", "content": conversation.prompt.turns[turn]}
+        self.queue.appendleft(_Conversation(conversation.prompt, turn, [*conversation.messages, said, asked]))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        # Special tokens stay in: they may be the marks of a tool call or of thinking, which the template wants.
+        return self.target.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _sidecar(out: Path) -> Path:
+    return out.with_name(out.name + ".meta.json")
+
+
+def _describe(
+    target: Target, renderer: ChatRenderer, settings: RegenerateSettings, prompt_files: Sequence[str | Path]
+) -> dict[str, Any]:
+    hashes = {}
+    for name in prompt_files:
+        path = Path(name)
+        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return {
+        "format": FORMAT,
+        "target": target.name,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "stop_ids": sorted(target.stop_ids),
+        **renderer.recipe(),
+        "template_variables": renderer.variables,
+        "settings": asdict(settings),
+        "prompt_files": hashes,
+        "versions": {
+            "dspark": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "dropped": {},
+        "complete": False,
+    }
+
+
+# What must not change within one file; the prompts and the limit on their length may.
+_FIXED = ("format", "target", "stop_ids", "template_sha256", "thinking", "template_variables")
+
+
+def _open_sidecar(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Start a new sidecar, or check that the one there was made by the same settings and go on with it."""
+    path = _sidecar(out)
+    if out.exists() and out.stat().st_size and not path.exists():
+        raise DsparkError("out", str(out), f"exists without its {path.name}, so it cannot be resumed; use another name")
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DsparkError("out", str(path), f"is not JSON ({error}); use another name for the rows") from None
+        _refuse_changes(found, wanted, out)
+        wanted["dropped"] = dict(found.get("dropped", {}))
+        wanted["prompt_files"] = {**found.get("prompt_files", {}), **wanted["prompt_files"]}
+    _write_json(path, wanted)
+    return wanted
+
+
+def _refuse_changes(found: Mapping[str, Any], wanted: Mapping[str, Any], out: Path) -> None:
+    for name in _FIXED:
+        if found.get(name) != wanted[name]:
+            raise DsparkError(name, wanted[name], f"{out} was made with {found.get(name)!r}; use another file")
+    before = found.get("settings", {})
+    for name, value in wanted["settings"].items():
+        if name != "max_prompt_tokens" and before.get(name) != value:
+            raise DsparkError(name, value, f"{out} was made with {before.get(name)!r}; use another file")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dspark.data.prompts import demo_prompts, read_prompts
+from dspark.errors import DsparkError
+
+
+def _write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_reads_turns_in_order(tmp_path):
+    path = _write(tmp_path / "p.jsonl", {"id": "a", "turns": ["one", "two"]}, "", {"id": "b", "turns": ["three"]})
+    assert [(p.id, p.turns) for p in read_prompts(path)] == [("a", ("one", "two")), ("b", ("three",))]
+
+
+def test_folder_is_read_by_name_and_limit_cuts(tmp_path):
+    _write(tmp_path / "2.jsonl", {"id": "late", "turns": ["x"]})
+    _write(tmp_path / "1.jsonl", {"id": "early", "turns": ["x"]}, {"id": "mid", "turns": ["x"]})
+    (tmp_path / "notes.txt").write_text("not prompts")
+    assert [p.id for p in read_prompts(tmp_path)] == ["early", "mid", "late"]
+    assert [p.id for p in read_prompts(tmp_path, limit=2)] == ["early", "mid"]
+
+
+def test_seeded_limit_is_a_stable_mixture_in_file_order(tmp_path):
+    path = _write(tmp_path / "p.jsonl", *({"id": f"p{i:03d}", "turns": ["x"]} for i in range(200)))
+    chosen = [p.id for p in read_prompts(path, limit=20, seed=1)]
+    assert chosen == sorted(chosen) and len(set(chosen)) == 20
+    assert chosen == [p.id for p in read_prompts(path, limit=20, seed=1)]
+    assert chosen != [p.id for p in read_prompts(path, limit=20, seed=2)]
+    assert chosen[-1] > "p020"
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "said"),
+    [
+        ("{not json", "p.jsonl:2", "not JSON"),
+        ("[1]", "p.jsonl:2", "must be an object"),
+        ({"id": "x"}, "p.jsonl:2: turns", "at least one text"),
+        ({"id": "x", "turns": []}, "p.jsonl:2: turns", "at least one text"),
+        ({"id": "x", "turns": "hi"}, "p.jsonl:2: turns", "'hi'"),
+        ({"id": "x", "turns": ["ok", "  "]}, "p.jsonl:2: turns[1]", "not blank"),
+        ({"id": "x", "turns": [3]}, "p.jsonl:2: turns[0]", "3"),
+        ({"turns": ["hi"]}, "p.jsonl:2: id", "non-empty"),
+        ({"id": "x", "turns": ["hi"], "answer": "4"}, "p.jsonl:2: answer", "unknown field"),
+        ({"id": "first", "turns": ["hi"]}, "p.jsonl:2: id", "p.jsonl:1"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, field, said):
+    path = _write(tmp_path / "p.jsonl", {"id": "first", "turns": ["hi"]}, line)
+    with pytest.raises(DsparkError) as caught:
+        read_prompts(path)
+    assert caught.value.field.endswith(field)
+    assert said in str(caught.value)
+
+
+def test_same_id_in_two_files_of_a_folder_is_refused(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        _write(tmp_path / name, {"id": "same", "turns": ["hi"]})
+    with pytest.raises(DsparkError, match=r"already used at .*a\.jsonl:1"):
+        read_prompts(tmp_path)
+
+
+def test_nothing_to_read_is_an_error(tmp_path):
+    for path in (tmp_path / "missing.jsonl", tmp_path, _write(tmp_path / "empty.jsonl")):
+        with pytest.raises(DsparkError):
+            read_prompts(path)
+    with pytest.raises(DsparkError, match="limit"):
+        read_prompts(tmp_path, limit=0)
+    with pytest.raises(DsparkError, match="known are gsm8k"):
+        read_prompts("hub:nothing-like-it")
+
+
+def test_not_utf8_is_named(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"id": "a", "turns": ["\xff"]}\n')
+    with pytest.raises(DsparkError, match="UTF-8"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_demo_prompts_cover_three_kinds():
+    prompts = demo_prompts()
+    assert [p.id for p in prompts] == [f"{kind}/{i}" for kind in ("maths", "code", "chat") for i in range(5)]
+    assert len({p.turns for p in prompts}) == 15

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark.data.rows import (
+    Row,
+    RowWriter,
+    detect_loop,
+    group_rows,
+    pack,
+    read_rows,
+    row_id,
+    split_held_out,
+    summarise,
+    write_rows,
+)
+from dspark.errors import DsparkError
+
+
+def _row(name: str, prompt: int = 3, answer: int = 2, finish: str = "stop", source: str | None = None) -> Row:
+    return Row(
+        id=name,
+        source=source or f"set/{name}",
+        prompt_ids=list(range(10, 10 + prompt)),
+        answer_ids=list(range(50, 50 + answer)),
+        finish=finish,
+    )
+
+
+def test_write_and_read_back(tmp_path):
+    rows = [_row("a"), _row("b", finish="length")]
+    write_rows(tmp_path / "deep" / "rows.jsonl", rows)
+    assert read_rows(tmp_path / "deep" / "rows.jsonl") == rows
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, -2, -1])
+def test_a_torn_last_line_is_cut_off_on_resume(tmp_path, kept):
+    """kept: bytes of the second line that reached the disk (-1: all but the line break)."""
+    path = tmp_path / "rows.jsonl"
+    first, second = (row.model_dump_json().encode() + b"\n" for row in (_row("a"), _row("b")))
+    path.write_bytes(first + second[:kept])
+    with RowWriter(path) as writer:
+        assert list(writer.existing) == ["a"]
+        writer.append(_row("b"))
+    assert [row.id for row in read_rows(path)] == ["a", "b"]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = _row("a").model_dump_json()
+    path.write_text(good + "\n" + good[:20] + "\n" + good + "\n")
+    for opened in (read_rows, RowWriter):
+        with pytest.raises(DsparkError, match=r"rows\.jsonl:2"):
+            opened(path)
+
+
+def test_rows_with_no_or_only_supervised_tokens_are_refused(tmp_path):
+    for row, said in ((_row("a", answer=0), "no token"), (_row("a", prompt=0), "every token")):
+        with pytest.raises(DsparkError, match=said):
+            write_rows(tmp_path / "rows.jsonl", [row])
+        with pytest.raises(DsparkError, match=said):
+            pack([row])
+        (tmp_path / "rows.jsonl").write_text(row.model_dump_json() + "\n")
+        with pytest.raises(DsparkError, match=said):
+            read_rows(tmp_path / "rows.jsonl")
+
+
+def test_reading_errors(tmp_path):
+    with pytest.raises(DsparkError, match="no such file"):
+        read_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(DsparkError, match="holds no row"):
+        read_rows(tmp_path / "rows.jsonl")
+    write_rows(tmp_path / "rows.jsonl", [_row("a"), _row("a")])
+    with pytest.raises(DsparkError, match="twice"):
+        read_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(_row("a").model_dump_json().replace('"stop"', '"eos"') + "\n")
+    with pytest.raises(DsparkError, match=r"rows\.jsonl:1: finish = 'eos'"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_row_id_depends_on_content_alone():
+    settings = {"temperature": 0.7, "seed": 1}
+    assert row_id([1, 2], settings) == row_id((1, 2), {"seed": 1, "temperature": 0.7})
+    others = {row_id([1, 2, 3], settings), row_id([12], settings), row_id([1, 2], {**settings, "seed": 2})}
+    assert len(others | {row_id([1, 2], settings)}) == 4
+
+
+def test_packing_restarts_everything_at_a_document():
+    packed = pack([_row("a", 2, 3), _row("b", 1, 1), _row("c", 3, 2)])
+    assert packed.ids.tolist() == [10, 11, 50, 51, 52, 10, 50, 10, 11, 12, 50, 51]
+    assert packed.loss_mask.tolist() == [bool(i) for i in (0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    assert packed.document_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]
+    assert packed.lengths.tolist() == [5, 2, 5]
+    assert packed.ids.dtype == packed.positions.dtype == torch.int64
+    with pytest.raises(DsparkError):
+        pack([])
+
+
+def test_groups_keep_every_row_once_and_the_budget():
+    rows = [_row(str(i), 2, 1 + i % 4) for i in range(9)] + [_row("long", 30, 30)]
+    groups = list(group_rows(rows, 12))
+    assert [row.id for group in groups for row in group] == [row.id for row in rows]
+    assert all(sum(len(row.ids) for row in group) <= 12 or len(group) == 1 for group in groups)
+    assert max(len(group) for group in groups) > 1
+
+
+def test_held_out_keeps_a_prompt_together_and_never_moves_it():
+    rows = [_row(f"{i}-{turn}", source=f"p/{i}") for i in range(300) for turn in range(2)]
+    train, held = split_held_out(rows, 0.1, seed=3)
+    assert {row.source for row in train}.isdisjoint(row.source for row in held)
+    assert len(train) + len(held) == 600 and 30 <= len(held) <= 96
+    assert split_held_out(rows[:100], 0.1, seed=3)[1] == [row for row in held if row in rows[:100]]
+    assert {r.id for r in held} != {r.id for r in split_held_out(rows, 0.1, seed=4)[1]}
+    assert split_held_out(rows, 0.0) == (rows, [])
+    few_train, few_held = split_held_out(rows[:4], 1e-9)
+    assert len(few_train) == len(few_held) == 2
+    with pytest.raises(DsparkError):
+        split_held_out(rows, 1.0)
+
+
+@given(
+    head=st.lists(st.integers(0, 5), max_size=20),
+    gram=st.lists(st.integers(0, 5), min_size=1, max_size=16),
+    extra=st.integers(0, 15),
+)
+def test_loops_of_up_to_16_tokens_are_found(head, gram, extra):
+    assert detect_loop(head + gram * 4 + gram[: extra % len(gram)])
+
+
+def test_what_is_no_loop():
+    assert not detect_loop([])
+    assert not detect_loop([1, 2, 3] * 3)
+    assert not detect_loop([7] * 3)
+    assert not detect_loop([1] * 8 + [2])  # repeated, but not up to the end
+    assert not detect_loop(list(range(17)) * 5)  # the repeated part is too long to count
+    assert not detect_loop([1, 2, 3, 4] * 3 + [9, 2, 3, 4])
+
+
+def test_summary_counts():
+    loop = Row(id="l", source="s", prompt_ids=[1], answer_ids=[5] * 4 + [2], finish="stop")
+    summary = summarise([_row("a"), _row("b", answer=4, finish="length"), loop])
+    assert (summary.rows, summary.supervised_tokens, summary.loops) == (3, 11, 1)
+    assert (summary.stop, summary.length_cut) == (2, 1)
