@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from dspark.errors import DsparkError
+from dspark.targets.base import TargetState
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,56 @@ class Result:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     rounds: list[Round] = field(default_factory=list)
+
+
+Rule = Literal["greedy", "rejection", "coupled"]
+
+
+@dataclass
+class Active:
+    """A request being served. Only committed tokens are in `ids`; the last of them, the anchor, is not yet read.
+
+    state: the target's K/V of ids[:-1]; context: whatever the proposer keeps (a draft's context K/V)
+    """
+
+    index: int
+    request: Request
+    rule: Rule
+    seed: int
+    ids: list[int]
+    limit: int
+    stop_ids: frozenset[int]
+    state: TargetState
+    context: Any = None
+    result: Result = field(init=False)
+    captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.result = Result(self.request)
+
+    @property
+    def round_index(self) -> int:
+        """Rounds done so far; the prefill's token was made in round 0."""
+        return len(self.result.rounds) + 1
+
+    def commit(self, tokens: Sequence[int]) -> list[int]:
+        """Take tokens one at a time until a stop id or the limit; returns those kept."""
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            self.ids.append(token)
+            self.result.output_ids.append(token)
+            if token in self.stop_ids:
+                self.result.finish_reason = "stop"
+            elif len(self.result.output_ids) >= self.limit:
+                self.result.finish_reason = "length"
+            if self.result.finish_reason is not None:
+                break
+        return kept
+
+
+def rule_of(sampling: SamplingSettings) -> Rule:
+    """greedy at temperature 0, `coupled` when the request gives a seed, `rejection` otherwise."""
+    if sampling.greedy:
+        return "greedy"
+    return "rejection" if sampling.seed is None else "coupled"

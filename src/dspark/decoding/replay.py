@@ -1,0 +1,97 @@
+"""Replay: the acceptance of a draft on rows the target wrote greedily, without running the target.
+
+The walk uses the same proposer as serving: at every round's anchor the draft sees the taps of all tokens before it,
+its tokens are compared with the row's, and the walk advances by accepted + 1. Round records therefore equal those of
+a served run of the same row (argmax ties apart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.proposers import DSparkProposer
+from dspark.decoding.request import Active, Request, Round
+
+
+class ReplayState:
+    """A request whose target side is a finished row."""
+
+    def __init__(self) -> None:
+        self.length = self.capacity = 0
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
+
+class TokenRow(Protocol):
+    """A row as ids (see `data/rows.py`)."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def replay(
+    proposer: DSparkProposer, rows: Iterable[tuple[TokenRow, Tensor]], batch: int = 32, max_context: int | None = None
+) -> list[list[Round]]:
+    """Round records of each row, in order.
+
+    rows: (row, taps [T, m * d]) with T >= prompt + answer - 1, the taps being the draft's own, in its order.
+    max_context: the target's context, where a round that would cross it is verified less deep, as in serving.
+    """
+    waiting = enumerate(rows)
+    running: list[_Walk] = []
+    records: dict[int, list[Round]] = {}
+    exhausted = False
+    while running or not exhausted:
+        while not exhausted and len(running) < batch:
+            entry = next(waiting, None)
+            exhausted = entry is None
+            if entry is not None:
+                walk = _Walk(proposer, entry[0], *entry[1], max_context)
+                records[walk.index] = walk.active.result.rounds
+                running.append(walk)
+        running = [walk for walk in running if not walk.done]
+        if running:
+            with torch.no_grad():
+                proposer.observe([item for walk in running for item in walk.read()])
+                for walk, proposal in zip(running, proposer.propose([w.active for w in running]), strict=True):
+                    walk.advance(proposal.tokens)
+    return [records[index] for index in sorted(records)]
+
+
+class _Walk:
+    def __init__(
+        self, proposer: DSparkProposer, index: int, row: TokenRow, taps: Tensor, max_context: int | None
+    ) -> None:
+        self.index, self.taps, self.row_ids = index, taps, [*row.prompt_ids, *row.answer_ids]
+        self.max_context = max_context
+        ids = self.row_ids[: len(row.prompt_ids) + 1]
+        self.active = Active(index, Request(row.prompt_ids), "greedy", 0, ids, 0, frozenset(), ReplayState())
+        proposer.start(self.active, len(self.row_ids) + proposer.n)
+        self.seen = 0
+
+    @property
+    def done(self) -> bool:
+        return len(self.active.ids) >= len(self.row_ids)
+
+    def read(self) -> Iterator[tuple[Active, Tensor]]:
+        """The taps of the tokens before the anchor that the draft has not seen."""
+        before = len(self.active.ids) - 1
+        yield self.active, self.taps[self.seen : before]
+        self.seen = before
+
+    def advance(self, tokens: list[int]) -> None:
+        ids = self.active.ids
+        start = len(ids)
+        scheduled = tokens if self.max_context is None else tokens[: max(self.max_context - start, 0)]
+        rest = self.row_ids[start:]
+        accepted = 0
+        while accepted < min(len(scheduled), len(rest)) and rest[accepted] == scheduled[accepted]:
+            accepted += 1
+        ids += rest[: accepted + 1]
+        self.active.result.rounds.append(Round(len(tokens), len(scheduled), accepted))
+
