@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.data.rows import PackedRow, Row, pack
+from dspark.data.rows import PackedRow, Row, pack, split_held_out
 from dspark.errors import DsparkError
 from dspark.training.anchors import AnchorBatch, build_anchor_batch, select_anchors
 from dspark.training.features import Features, FeatureSource
@@ -36,18 +36,18 @@ def prompt_hash(row: Row) -> float:
 def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows), the held-out ones in the order of their prompts' hashes.
 
-    Raises DsparkError when one of the sides would be empty although it is needed.
+    Raises DsparkError when no row would be left to train on.
     """
     hashes = {row.source: prompt_hash(row) for row in rows}
-    if data.held_out is not None:
-        out = set(sorted(hashes, key=lambda source: hashes[source])[: data.held_out])
+    if data.held_out is None:
+        train, held = split_held_out(rows, data.validation_share)
     else:
-        out = {source for source, value in hashes.items() if value < data.validation_share}
-    train = [row for row in rows if row.source not in out]
-    held = sorted((row for row in rows if row.source in out), key=lambda row: (hashes[row.source], row.turn, row.id))
+        out = set(sorted(hashes, key=lambda source: hashes[source])[: data.held_out])
+        train = [row for row in rows if row.source not in out]
+        held = [row for row in rows if row.source in out]
     if not train:
-        raise DsparkError("data.held_out", len(out), f"leaves no row to train on ({len(rows)} rows)")
-    return train, held
+        raise DsparkError("data.held_out", data.held_out, f"leaves no row to train on ({len(rows)} rows)")
+    return train, sorted(held, key=lambda row: (hashes[row.source], row.turn, row.id))
 
 
 def trainable(row: Row, max_length: int) -> bool:

@@ -36,7 +36,8 @@ HEAD_CHUNK = 256  # positions whose logits over V exist at one time
 class Features:
     """The target's view of one row of T + 1 tokens (the last token is never read).
 
-    taps [T, m * d], last_hidden [T, d] (pre-norm), lse [T] fp32: log-sum-exp over V of the target's logits.
+    taps [T, m * d], last_hidden [T, d] (pre-norm), lse [T] fp32: log-sum-exp over V of the target's logits, 0 at the
+    positions inside the prompt, which predict no label.
     """
 
     taps: Tensor
@@ -75,15 +76,19 @@ class InProcessFeatures:
             state = self.target.new_state(len(ids))
             out = self.target.forward([(state, ids)], taps=self.taps, logits="none")
             assert out.taps is not None
-            lse = log_sum_exp(self.target, out.last_hidden)
+            lse = log_sum_exp(self.target, out.last_hidden, len(row.prompt_ids) - 1)
         return Features(out.taps, out.last_hidden, lse)
 
 
 @torch.no_grad()
-def log_sum_exp(target: Target, last_hidden: Tensor) -> Tensor:
-    """Of the target's logits over all V: pre-norm states [T, d] -> [T] fp32, a chunk of positions at a time."""
-    chunks = last_hidden.to(target.dtype).split(HEAD_CHUNK)
-    return torch.cat([target.head(h).float().logsumexp(-1) for h in chunks])
+def log_sum_exp(target: Target, last_hidden: Tensor, start: int = 0) -> Tensor:
+    """Of the target's logits over all V: pre-norm states [T, d] -> [T] fp32, a chunk of positions at a time.
+
+    Positions before `start` get 0: those inside a prompt predict no label, and the head is the dearest layer.
+    """
+    chunks = last_hidden[start:].to(target.dtype).split(HEAD_CHUNK)
+    computed = [target.head(h).float().logsumexp(-1) for h in chunks if len(h)]
+    return torch.cat([torch.zeros(start), *computed])
 
 
 class CachedFeatures:
@@ -227,7 +232,7 @@ class FeatureWriter:
         The log-sum-exp is taken from the states as stored, so that p sums to one exactly as it will be read.
         """
         stored = last_hidden.to(DTYPES[self.dtype])
-        self.add(row, Features(taps, stored, log_sum_exp(self.target, stored)))
+        self.add(row, Features(taps, stored, log_sum_exp(self.target, stored, len(row.prompt_ids) - 1)))
 
     def flush(self) -> None:
         """Write what is pending as one more shard, then the index that names it."""
@@ -306,7 +311,9 @@ def verify_features(target: Target, row: Row, features: Features, taps: Sequence
     stored, width = features.last_hidden.dtype, target.hidden_size
     rebuilt = torch.cat([target.head(h.to(target.dtype)) for h in features.last_hidden.split(HEAD_CHUNK)])
     fresh = out.logits.float()
-    errors = {"logits": _relative(rebuilt, fresh), "lse": _relative(features.lse, fresh.logsumexp(-1))}
+    start = len(row.prompt_ids) - 1
+    lse = _relative(features.lse[start:], fresh[start:].logsumexp(-1))
+    errors = {"logits": _relative(rebuilt, fresh), "lse": lse}
     for index, tap in enumerate(taps):
         columns = slice(index * width, (index + 1) * width)
         errors[f"tap {tap}"] = _relative(features.taps[:, columns], out.taps[:, columns])

@@ -12,13 +12,24 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 from torch import nn
 
 from dspark.checkpoints.native import save_draft
@@ -75,6 +86,7 @@ def train(
     Raises DsparkError on bad input, on an existing run without `resume`, and at the first non-finite value.
     """
     console = console or Console()
+    say = partial(console.print, highlight=False, soft_wrap=True)
     out = Path(recipe.training.out)
     saved = SavedState(out) if resume else None
     if saved is None and has_state(out):
@@ -86,23 +98,18 @@ def train(
         saved.check(recipe, fingerprint)
     target = target or load_target(recipe.target, packed=False)
     config = finished_config(recipe, target, rows)
-    source = source or open_features(recipe, target, rows, console.print)
-    draft = build_draft(recipe, config, target, train_rows, saved.draft_ids if saved else None, console.print)
+    source = source or open_features(recipe, target, rows, say)
+    draft = build_draft(recipe, config, target, train_rows, saved.draft_ids if saved else None, say)
     batches = Batches(train_rows, source, recipe.data, recipe.training, config.gamma)
-    _say_memory(console, memory_estimate(recipe, draft, target, batches.rows))
+    parts = memory_estimate(recipe, draft, target, batches.rows)
+    listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items())
+    say(f"memory of one step, estimated: {sum(parts.values()) / 2**30:.2f} GiB ({listed} MiB)")
     tokens = sum(len(row.answer_ids) for row in batches.rows)
-    console.print(f"{len(batches.rows)} training rows ({tokens:,} answer tokens), {len(held)} held out")
+    say(f"{len(batches.rows)} training rows ({tokens:,} answer tokens), {len(held)} held out")
     run = _Run(
         recipe, draft, target, batches, Validator(held, source, recipe, config.gamma), fingerprint, console, saved
     )
     return run.go(stop_after)
-
-
-def _say_memory(console: Console, parts: dict[str, int]) -> None:
-    listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items())
-    console.print(
-        f"memory of one step, estimated: {sum(parts.values()) / 2**30:.2f} GiB ({listed} MiB)", highlight=False
-    )
 
 
 class _Stopper:
@@ -151,6 +158,13 @@ class _Window:
         }
 
 
+class _RateColumn(ProgressColumn):
+    """Seconds a step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{1 / task.speed:.2f} s/step" if task.speed else "")
+
+
 class _Run:
     def __init__(
         self,
@@ -191,14 +205,15 @@ class _Run:
             self.log.close()
         interrupted = self.step < self.training.steps
         if interrupted:
-            self.console.print(f"stopped at step {self.step} of {self.training.steps}; saved in {self.out}; "
-                               "the same command with --resume goes on exactly here")  # fmt: skip
+            again = "the same command with --resume goes on exactly here"
+            self.console.print(f"stopped at step {self.step} of {self.training.steps}, saved in {self.out}; {again}")
         best = self.out / ("best" if self.best["step"] is not None else "last")
         return TrainResult(self.step, best, self.best["acceptance"], interrupted)
 
     def _progress(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        return Progress(*columns, *times, console=self.console, disable=not self.console.is_terminal)
 
     def _loop(self, batches: Iterator[MicroBatch], end: int, stopper: _Stopper, show: Any) -> None:
         t = self.training
