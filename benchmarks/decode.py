@@ -1,0 +1,354 @@
+"""Acceptance, speedup, pass times and equality of ids on prompt suites: greedy, batch 1.
+
+    python benchmarks/decode.py --data DIR --suites gsm8k,humaneval,mbpp --limit 40 --max-tokens 192
+
+DIR holds <suite>.jsonl files of {"id", "turns"}; the first turn is asked. Every question is recorded in --out as
+soon as it is done, and a second call with the same settings goes on from there. A table goes to stderr, one JSON
+object to stdout. Exit code 1 when a mode's ids differ from plain decoding by more than a tie.
+
+    python benchmarks/decode.py --linear
+
+times all linear layers of the target, plain against packed, by rows (what targets/packed.py rests on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dspark.bench.compare import (
+    PLAIN,
+    Comparison,
+    Difference,
+    Mode,
+    Question,
+    Run,
+    build_engines,
+    find_difference,
+    modes_for,
+    render_questions,
+    run_question,
+    warm_up,
+)
+from dspark.bench.machine import describe_machine
+from dspark.bench.metrics import Acceptance, Interval
+from dspark.bench.passes import measure_passes
+from dspark.checkpoints.native import load_draft
+from dspark.data.chat import ChatRenderer
+from dspark.data.prompts import read_prompts
+from dspark.decoding.engine import Engine
+from dspark.decoding.request import Request
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+from dspark.targets.base import Target
+from dspark.targets.packed import PackedLinear, pack_linears
+from dspark.targets.transformers import load_target
+
+EMBEDDED_DRAFT = files("dspark").joinpath("assets/drafts/smollm2-135m")
+PASS_CONTEXT = 256
+LENGTHS = ("macro_length", "macro_length_without_loops", "micro_length")
+LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass
+class Record:
+    """One finished question: its runs by mode (timed or from a batch), and where ids differ from plain's."""
+
+    suite: str
+    question: str
+    timed: bool
+    runs: dict[str, Run]
+    differences: list[Difference] = field(default_factory=list)
+
+
+RECORD = TypeAdapter(Record)
+
+
+class Journal:
+    """Records on disk, one JSON line each under a header of settings; a torn last line is dropped on opening.
+
+    Raises DsparkError when the file holds the results of other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.records = path, dict[tuple[str, str], Record]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            self._append(settings)
+            return
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.decode().splitlines()
+        if not lines or json.loads(lines[0]) != settings:
+            raise DsparkError("out", str(path), "holds results of other settings; give another --out or delete it")
+        if len(whole) < len(data):
+            path.write_bytes(whole)
+        for line in lines[1:]:
+            record = RECORD.validate_json(line)
+            self.records[record.suite, record.question] = record
+
+    def add(self, record: Record) -> None:
+        self.records[record.suite, record.question] = record
+        self._append(RECORD.dump_python(record, mode="json"))
+
+    def _append(self, value: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
+
+
+def run_suites(
+    target: Target,
+    draft: DSparkDraft,
+    suites: dict[str, list[Question]],
+    modes: Sequence[Mode],
+    journal: Journal,
+    args: argparse.Namespace,
+) -> None:
+    """Everything not in the journal yet: timed alone, or (past --speed-limit) in batches for acceptance only."""
+    singles = build_engines(target, draft, modes)
+    batches = build_engines(target, draft, modes, max_batch=args.batch)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    warm = False
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for suite, questions in suites.items():
+            task = progress.add_task(suite, total=len(questions))
+            waiting: list[Question] = []
+            for turn, question in enumerate(questions):
+                if (suite, question.id) in journal.records:
+                    progress.advance(task)
+                elif turn >= args.speed_limit:
+                    waiting.append(question)
+                else:
+                    if not warm:
+                        warm_up(singles, question, 16)
+                        warm = True
+                    runs, found = run_question(target, singles, modes, question, args.max_tokens, turn)
+                    journal.add(Record(suite, question.id, True, runs, found))
+                    progress.advance(task)
+            for start in range(0, len(waiting), args.batch):
+                for record in batched(target, batches, modes, suite, waiting[start : start + args.batch], args):
+                    journal.add(record)
+                    progress.advance(task)
+
+
+def batched(
+    target: Target,
+    engines: dict[str, Engine],
+    modes: Sequence[Mode],
+    suite: str,
+    questions: Sequence[Question],
+    args: argparse.Namespace,
+) -> Iterator[Record]:
+    """Untimed records of several questions at once."""
+    requests = [Request(prompt_ids=list(question.ids), max_tokens=args.max_tokens) for question in questions]
+    runs: list[dict[str, Run]] = [{} for _ in questions]
+    for mode in modes:
+        for index, result in engines[mode.name].run(requests):
+            runs[index][mode.name] = Run.of(mode, questions[index], result)
+    for question, by_mode in zip(questions, runs, strict=True):
+        found = [find_difference(target, question, by_mode[PLAIN.name], by_mode[mode.name]) for mode in modes]
+        yield Record(suite, question.id, False, by_mode, [one for one in found if one is not None])
+
+
+def summarise_suite(suite: str, questions: Sequence[Question], modes: Sequence[Mode], journal: Journal) -> dict:
+    """Acceptance over all questions, speed over the timed ones."""
+    records = [journal.records[suite, question.id] for question in questions]
+    timed = [record for record in records if record.timed]
+
+    def comparison(chosen: Sequence[Record]) -> Comparison:
+        runs = {mode.name: [record.runs[mode.name] for record in chosen] for mode in modes}
+        return Comparison(list(modes), list(questions), 0, runs)
+
+    everything, fast = comparison(records), comparison(timed)
+    differences = [one for record in records for one in record.differences]
+    return {
+        "questions": len(records),
+        "timed_questions": len(timed),
+        "looping_answers": sum(record.runs[PLAIN.name].looping for record in records),
+        "ids_equal": not differences,
+        "ties": [str(one) for one in differences if one.tie],
+        "not_lossless": [str(one) for one in differences if not one.tie],
+        "modes": {
+            mode.name: {
+                "n": mode.n,
+                "acceptance": acceptance_json(everything.acceptance(mode)),
+                "speed": speed_json(fast, mode) if timed else None,
+            }
+            for mode in modes
+        },
+    }
+
+
+def acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
+    """Lengths count the bonus; histogram and conditional acceptance do not."""
+    value = asdict(acceptance)
+    value["conditional"] = [{**asdict(slot), "rate": slot.rate} for slot in acceptance.conditional]
+    return value
+
+
+def speed_json(comparison: Comparison, mode: Mode) -> dict[str, Any]:
+    """Tokens per second, and the speedup over plain with its interval over questions."""
+    value: dict[str, Any] = {}
+    for label, decode_only in (("end_to_end", False), ("decode_only", True)):
+        value[f"tokens_per_s_{label}"] = comparison.tokens_per_second(mode, decode_only=decode_only)
+        if mode != PLAIN:
+            value[f"speedup_{label}"] = asdict(comparison.speedup(mode, decode_only=decode_only))
+    return value
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """The table for people."""
+    table = Table(title="acceptance length: bonus counted; macro over questions; speedup: end to end, paired")
+    headers = ("macro", "macro, no loops", "micro", "tokens/s", "speedup 95 %", "decode only", "cond. acceptance")
+    table.add_column("suite")
+    table.add_column("mode")
+    for header in headers:
+        table.add_column(header, justify="right")
+    for suite, result in summary["suites"].items():
+        for name, mode in result["modes"].items():
+            acceptance, speed = mode["acceptance"], mode["speed"] or {}
+            ratios = [speed.get(f"speedup_{label}") for label in ("end_to_end", "decode_only")]
+            table.add_row(
+                suite,
+                name,
+                *(
+                    shown(acceptance[f"{key}"])
+                    for key in ("macro_length", "macro_length_without_loops", "micro_length")
+                ),
+                shown(speed.get("tokens_per_s_end_to_end"), 1),
+                *("" if ratio is None else str(Interval(**ratio)) for ratio in ratios),
+                " ".join(shown(slot["rate"]) for slot in acceptance["conditional"]),
+            )
+    console.print(table)
+    for suite, result in summary["suites"].items():
+        console.print(
+            f"{suite}: {result['questions']} questions, {result['looping_answers']} looping answers; speed from "
+            f"{result['timed_questions']} of them, the others ran in batches for acceptance only"
+        )
+        for line in (*result["ties"], *result["not_lossless"]):
+            console.print("  " + line, markup=False)
+    passes = summary["passes"]
+    rows = passes["verify"]
+    for row in rows:
+        console.print(f"T_verify({row['tokens']}) {1000 * row['seconds']:.1f} ms at context {passes['context']}")
+    console.print(f"T_verify({rows[-1]['tokens']}) / T_verify({rows[0]['tokens']}) = {rows[-1]['ratio']:.2f}")
+    console.print(
+        f"draft pass, n = {passes['n']}: {1000 * passes['draft_seconds']:.1f} ms "
+        f"= {passes['draft_share']:.2f} of T_verify({rows[0]['tokens']})"
+    )
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def mean_speedups(suites: dict[str, Any], modes: Sequence[Mode]) -> dict[str, float | None]:
+    """Simple unweighted mean over the suites, end to end."""
+    means = {}
+    for mode in modes[1:]:
+        speeds = [result["modes"][mode.name]["speed"] for result in suites.values()]
+        means[mode.name] = fmean(s["speedup_end_to_end"]["value"] for s in speeds) if all(speeds) else None
+    return means
+
+
+def linear_times(target: Any, repeats: int = 15) -> list[dict[str, float]]:
+    """All linear layers of an unpacked target once each, by rows: milliseconds plain and packed."""
+    plain = [module for module in target.model.modules() if type(module) is torch.nn.Linear]
+    holder = torch.nn.ModuleList(plain)
+    if not pack_linears(holder):
+        raise DsparkError("linear", torch.__version__, "this PyTorch cannot pack linear layers on this machine")
+    packed = [module for module in holder if isinstance(module, PackedLinear)]
+    table = []
+    for rows in LINEAR_ROWS:
+        samples: dict[str, list[float]] = {"plain": [], "packed": []}
+        for _ in range(repeats):
+            for name, layers in (("plain", plain), ("packed", packed)):
+                inputs = [torch.randn(rows, layer.in_features) for layer in layers]
+                start = time.perf_counter()
+                for layer, x in zip(layers, inputs, strict=True):
+                    layer(x)
+                samples[name].append(1000 * (time.perf_counter() - start))
+        table.append({"rows": rows, **{f"{name}_ms": median(values) for name, values in samples.items()}})
+    return table
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded:smollm2-135m")
+    parser.add_argument("--draft", default="embedded", help="a draft folder, or `embedded`")
+    parser.add_argument("--data", type=Path, help="folder of <suite>.jsonl files")
+    parser.add_argument("--suites", default="gsm8k,humaneval,mbpp")
+    parser.add_argument("--limit", type=int, default=40, help="the first N questions of each suite")
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--ns", default="3,7", help="draft tokens a round, one mode each")
+    parser.add_argument("--speed-limit", type=int, default=10**9, help="time only the first N questions of a suite")
+    parser.add_argument("--batch", type=int, default=8, help="requests in flight for questions that are not timed")
+    parser.add_argument("--out", type=Path, default=Path("runs/decode.jsonl"), help="records, resumed when it exists")
+    parser.add_argument("--linear", action="store_true", help="time linear layers only, plain against packed")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    console = Console(stderr=True)
+    if args.linear:
+        with torch.no_grad():
+            rows = linear_times(load_target(args.target, packed=False))
+        print(json.dumps({"linear": rows, "machine": describe_machine()}, indent=1))
+        return 0
+    if args.data is None:
+        raise DsparkError("data", None, "give --data, a folder of <suite>.jsonl files")
+    target = load_target(args.target)
+    draft = load_draft(str(EMBEDDED_DRAFT) if args.draft == "embedded" else args.draft)
+    modes = modes_for([int(n) for n in args.ns.split(",")])
+    renderer = ChatRenderer(target.tokenizer)
+    suites = {
+        name: render_questions(read_prompts(args.data / f"{name}.jsonl", args.limit), renderer)
+        for name in args.suites.split(",")
+    }
+    settings = {
+        **{key: getattr(args, key) for key in ("target", "draft", "suites", "limit", "max_tokens", "ns")},
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads(),
+        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+    }
+    journal = Journal(args.out, settings)
+    gamma = draft.config.gamma
+    text = cycle(one for questions in suites.values() for question in questions for one in question.ids)
+    context = list(islice(text, min(PASS_CONTEXT, target.max_context - gamma - 1)))
+    passes = measure_passes(target, draft, context, widths=(1, gamma + 1))
+    run_suites(target, draft, suites, modes, journal, args)
+    results = {suite: summarise_suite(suite, questions, modes, journal) for suite, questions in suites.items()}
+    summary = {
+        "settings": {**settings, "greedy": True, "batch": 1, "speed_limit": args.speed_limit},
+        "machine": describe_machine(),
+        "passes": asdict(passes),
+        "suites": results,
+        "mean_speedup_over_suites": mean_speedups(results, modes),
+    }
+    show(summary, console)
+    print(json.dumps(summary, indent=1))
+    return 1 if any(result["not_lossless"] for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DsparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

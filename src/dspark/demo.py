@@ -1,0 +1,117 @@
+"""`dspark demo`: a real target and a real draft side by side, a table and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dspark.bench.compare import Comparison, Run, build_engines, compare, modes_for, render_questions, warm_up
+from dspark.bench.machine import describe_machine
+from dspark.bench.page import render_page, table_rows, write_page
+from dspark.data.chat import ChatRenderer
+from dspark.data.prompts import Prompt, demo_prompts
+from dspark.drafts.dspark import DSparkDraft
+from dspark.targets.base import Target
+
+MAX_TOKENS = 64
+TIME_BUDGET = 300.0  # seconds of decoding; the demo is to end within 6 minutes on 2 cores
+FEWEST_TOKENS = 16
+WARM_UP_TOKENS = 12
+
+
+def run_demo(
+    target: Target,
+    draft: DSparkDraft,
+    out: Path,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    ns: Sequence[int] = (3, 7),
+    max_tokens: int = MAX_TOKENS,
+    time_budget: float = TIME_BUDGET,
+    draft_name: str = "draft",
+    console: Console | None = None,
+) -> Comparison:
+    """Decode the prompts (the shipped ones when None) plain and at each n, greedy, batch 1; table and page.
+
+    max_tokens: for each answer; a machine too slow for `time_budget` seconds gets fewer, and is told so.
+    Returns the comparison; the caller exits non-zero unless `.lossless`. Raises DsparkError for n > gamma.
+    """
+    console = console or Console()
+    modes = modes_for(ns)
+    questions = render_questions(demo_prompts() if prompts is None else prompts, ChatRenderer(target.tokenizer))
+    engines = build_engines(target, draft, modes)
+    with console.status("warming up (not counted)"):
+        cost = warm_up(engines, questions[0], WARM_UP_TOKENS)
+    fitting = fit_tokens(list(cost.values()), len(questions), max_tokens, time_budget)
+    if fitting < max_tokens:
+        console.print(f"This machine is slow for {max_tokens} tokens an answer; taking {fitting}.")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("decoding", total=len(questions) * len(modes))
+
+        def show(run: Run) -> None:
+            progress.update(task, advance=1, description=f"{run.question}, {run.mode}")
+
+        comparison = compare(target, draft, questions, modes, fitting, engines=engines, on_run=show)
+    machine = describe_machine()
+    settings = {
+        "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}",
+        "draft": draft_name,
+        "decoding": f"greedy, batch 1, up to {fitting} tokens an answer",
+        "timing": "wall clock, one process, the modes' order rotated from prompt to prompt, warm-up not counted",
+    }
+    title = "dspark demo: plain decoding against speculation"
+    page = render_page(comparison, target.tokenizer, title=title, settings=settings, machine=machine)
+    write_page(out, page)
+    console.print(demo_table(comparison))
+    for difference in comparison.differences:
+        console.print(str(difference), style=None if difference.tie else "bold red", markup=False)
+    console.print(_verdict(comparison), style="green" if comparison.lossless else "bold red")
+    console.print(f"{machine['processor']}, torch {machine['torch']}, {machine['torch threads']} threads", style="dim")
+    console.print(f"page: {out}", markup=False, soft_wrap=True)
+    return comparison
+
+
+def fit_tokens(cost: Sequence[tuple[float, float]], questions: int, max_tokens: int, budget: float) -> int:
+    """How many tokens an answer may have so that all modes together stay within `budget` seconds.
+
+    cost: for each mode (seconds to the first token, seconds per later token), as `warm_up` gives them.
+    """
+    first, later = (sum(column) for column in zip(*cost, strict=True))
+    room = (budget / questions - first) / later if later > 0 else max_tokens
+    return max(min(max_tokens, int(room)), min(max_tokens, FEWEST_TOKENS))
+
+
+def demo_table(comparison: Comparison) -> Table:
+    """The table of the page, for a terminal."""
+    table = Table(title="Same prompts, same engine, greedy, batch 1")
+    table.add_column("mode")
+    headers = (
+        "tokens/s",
+        "speedup\n95 %",
+        "speedup\ndecode only",
+        "acceptance\nlength macro",
+        "acceptance\nlength micro",
+    )
+    for header in (*headers, "conditional acceptance\nslots 1, 2, ..."):
+        table.add_column(header, justify="right")
+    for row in table_rows(comparison):
+        slots = " ".join(slot.removeprefix("0") for slot in row.slots if slot)
+        table.add_row(row.mode, row.tokens_per_s, row.speedup, row.decode_speedup, row.macro, row.micro, slots)
+    table.caption = (
+        "acceptance length: bonus counted; macro = mean over prompts, micro = 1 + accepted / rounds\n"
+        "conditional acceptance: bonus not counted; speedup: end to end, paired, bootstrap over prompts"
+    )
+    return table
+
+
+def _verdict(comparison: Comparison) -> str:
+    if not comparison.lossless:
+        return "NOT LOSSLESS: answers differ from plain decoding"
+    if comparison.differences:
+        return f"same tokens in every mode, but for {len(comparison.differences)} ties of the target itself"
+    return f"same tokens in every mode, for all {len(comparison.questions)} prompts"

@@ -1,0 +1,95 @@
+"""benchmarks/decode.py on a tiny pair: its JSON, resuming after an interruption, and refusing mixed settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import decode as benchmark
+
+from dspark.bench import compare
+from dspark.checkpoints.native import save_draft
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+from dspark.targets.transformers import TransformersTarget
+
+
+@pytest.fixture(scope="module")
+def arguments(
+    target: TransformersTarget, draft: DSparkDraft, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Path]:
+    folder = tmp_path_factory.mktemp("decode")
+    save_draft(draft, folder / "draft")
+    (folder / "data").mkdir()
+    for suite in ("maths", "code"):
+        lines = [json.dumps({"id": f"{suite}/{i}", "turns": [f"{suite} {i} please", "more"]}) for i in range(5)]
+        (folder / "data" / f"{suite}.jsonl").write_text("\n".join(lines))
+    options = {
+        "target": target.name,
+        "draft": folder / "draft",
+        "data": folder / "data",
+        "suites": "maths,code",
+        "limit": 4,
+        "max-tokens": 10,
+        "speed-limit": 2,
+        "batch": 3,
+        "out": folder / "decode.jsonl",
+    }
+    return [f"--{name}={value}" for name, value in options.items()], folder / "decode.jsonl"
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert benchmark.main(arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_figures_resume_and_refusal(
+    arguments: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, out = arguments
+    whole = run(options, capsys)
+    assert list(whole["suites"]) == ["maths", "code"]
+    for suite in whole["suites"].values():
+        assert (suite["questions"], suite["timed_questions"], suite["ids_equal"]) == (4, 2, True)
+        plain, widest = suite["modes"]["plain"], suite["modes"]["n = 7"]
+        assert plain["acceptance"]["macro_length"] == 1.0
+        assert 1.0 <= widest["acceptance"]["macro_length"] <= 8.0 and len(widest["acceptance"]["conditional"]) == 7
+        assert widest["acceptance"]["questions"] == 4
+        assert widest["speed"]["speedup_end_to_end"]["low"] <= widest["speed"]["speedup_end_to_end"]["high"]
+    assert [row["tokens"] for row in whole["passes"]["verify"]] == [1, 8]
+    assert set(whole["mean_speedup_over_suites"]) == {"n = 3", "n = 7"}
+
+    # Killed while writing the sixth record: the torn line goes, the five whole ones are not run again.
+    lines = out.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 8
+    out.write_text("".join(lines[:6]) + lines[6][:40])
+    asked: list[str] = []
+    real = compare.timed_run
+
+    def counted(engine: Any, mode: Any, question: Any, max_tokens: int) -> Any:
+        asked.append(question.id)
+        return real(engine, mode, question, max_tokens)
+
+    monkeypatch.setattr(compare, "timed_run", counted)
+    again = run(options, capsys)
+    assert asked == ["code/1"] * 3
+    for suite in ("maths", "code"):
+        for mode in ("n = 3", "n = 7"):
+            before, after = (one["suites"][suite]["modes"][mode] for one in (whole, again))
+            assert before["acceptance"] == after["acceptance"]
+    before, after = (one["suites"]["maths"]["modes"]["n = 7"]["speed"] for one in (whole, again))
+    assert before == after
+
+    with pytest.raises(DsparkError, match="other settings"):
+        benchmark.main([*options, "--max-tokens=11"])
+
+
+def test_linear_layers_are_timed_plain_and_packed(
+    target: TransformersTarget, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["--linear", f"--target={target.name}"]) == 0
+    table = json.loads(capsys.readouterr().out)["linear"]
+    assert [row["rows"] for row in table] == list(benchmark.LINEAR_ROWS)
+    assert all(row["plain_ms"] > 0 and row["packed_ms"] > 0 for row in table)
