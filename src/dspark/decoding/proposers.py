@@ -14,7 +14,7 @@ from dspark.decoding.verify import draft_token
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
-from dspark.targets.packed import pack_linears
+from dspark.targets.packed import pack_linears, packed
 
 
 @dataclass
@@ -138,8 +138,9 @@ def make_proposer(
     """
     if draft is None:
         return NoProposer()
-    draft.config.check_target(target.num_layers, target.hidden_size, target.vocab_size)
+    draft.config.check_target(None, target.num_layers, target.hidden_size, target.vocab_size)
     draft.eval().requires_grad_(False)
     draft.bind(target.embedding_weight, target.head_weight)
     pack_linears(draft)
+    draft.head = packed(draft.head)  # lent by the target, so not inside the draft
     return DSparkProposer(draft, n, mode)

@@ -37,17 +37,22 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+def packed(module: nn.Module) -> nn.Module:
+    """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself."""
+    fits = type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
+    return PackedLinear(module) if fits and packing_available() else module  # type: ignore[arg-type]
+
+
 def pack_linears(module: nn.Module) -> int:
     """Replace the float32 CPU linear layers inside `module` by packed ones, in place.
 
     Returns how many were replaced (0 where packing does not apply: no oneDNN, another device or dtype).
     """
-    if not packing_available():
-        return 0
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
-                setattr(parent, name, PackedLinear(child))
+            replacement = packed(child)
+            if replacement is not child:
+                setattr(parent, name, replacement)
                 count += 1
     return count

@@ -62,7 +62,7 @@ class TransformersTarget:
         self.stop_ids = _stop_ids(model, tokenizer)
         self._decoder = _find_decoder(model)
         if len(self._decoder.layers) < self.num_layers:
-            raise DsparkError("target", name, f"has {len(self._decoder.layers)} decoder layers, its config says otherwise")
+            raise DsparkError("target", name, f"its config says {self.num_layers} layers, its decoder has fewer")
         self.embedding_weight: Tensor = model.get_input_embeddings().weight
         self.head_weight: Tensor = model.get_output_embeddings().weight
         self._head_module = model.get_output_embeddings()

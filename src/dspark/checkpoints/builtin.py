@@ -1,0 +1,24 @@
+"""Drafts by name: `embedded` is the one shipped with the package, anything else is a folder."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from dspark.checkpoints.native import load_draft
+from dspark.drafts.dspark import DSparkDraft
+
+EMBEDDED_DRAFT = "embedded"
+_FOLDER = "assets/drafts/smollm2-135m"
+
+
+def draft_folder(name: str) -> Path:
+    """The folder of a named draft, or `name` itself as a path."""
+    return Path(str(files("dspark").joinpath(_FOLDER))) if name == EMBEDDED_DRAFT else Path(name)
+
+
+def load_named_draft(name: str, dtype: torch.dtype = torch.float32) -> DSparkDraft:
+    """Load `embedded` or a draft folder (unbound). Raises DsparkError when it is missing or not a valid draft."""
+    return load_draft(draft_folder(name), dtype)

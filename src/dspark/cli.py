@@ -1,0 +1,262 @@
+"""The `dspark` command: thin. Every command parses its options, calls one function of a room and prints."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Literal
+
+import torch
+import typer
+from click.exceptions import Abort, ClickException
+from rich.console import Console
+from rich.table import Table
+
+from dspark import __version__
+from dspark.bench.metrics import Answer, summarise
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
+from dspark.checkpoints.native import read_config
+from dspark.cli_output import StreamPrinter, acceptance_table, generate, json_result, round_record, summary_line
+from dspark.data.chat import ChatRenderer
+from dspark.data.prompts import read_prompts
+from dspark.data.regenerate import RegenerateSettings, regenerate
+from dspark.data.rows import detect_loop, read_rows
+from dspark.decoding.engine import Engine
+from dspark.decoding.proposers import DSparkProposer, make_proposer
+from dspark.decoding.replay import replay
+from dspark.decoding.request import Request, SamplingSettings
+from dspark.demo import run_demo
+from dspark.drafts.inspect import parameter_counts
+from dspark.errors import DsparkError
+from dspark.targets.embedded import EMBEDDED
+from dspark.targets.transformers import load_target
+from dspark.training.features import CachedFeatures, FeatureSource, FeatureWriter, InProcessFeatures, cache_features
+from dspark.training.recipe import load_recipe
+from dspark.training.trainer import train as run_training
+
+app = typer.Typer(
+    name="dspark",
+    help="Train, check, measure and serve DSpark speculators: faster decoding, the same tokens.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+errors = Console(stderr=True)
+
+Dtype = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+TargetOption = Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")]
+DraftOption = Annotated[str, typer.Option(help="Draft folder, `embedded` (the shipped one), or `none` (plain).")]
+WidthOption = Annotated[int | None, typer.Option("-n", help="Draft tokens a round, 1..gamma (default gamma).")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Weights of target and draft; float32 is the fast one on a CPU.")]
+DraftModeOption = Annotated[
+    Literal["block", "prefix"], typer.Option(help="`prefix` runs gamma slots and keeps n: a diagnostic.")
+]
+
+
+def example(*lines: str) -> str:
+    """The example that ends a command's help."""
+    return "Example:\n\n" + "\n\n".join(lines)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Options that need no command."""
+    if version:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.command("generate", epilog=example("dspark generate --prompt 'What is 12 * 3?' -n 3"))
+def generate_command(
+    prompt: Annotated[str, typer.Option(help="What to ask; rendered with the target's chat template.")],
+    target: TargetOption = EMBEDDED,
+    draft: DraftOption = EMBEDDED_DRAFT,
+    n: WidthOption = None,
+    draft_mode: DraftModeOption = "block",
+    max_tokens: Annotated[int, typer.Option(help="Answer tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens (0: all).")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set of this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same ids, with any draft and n.")] = None,
+    dtype: DtypeOption = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
+) -> None:
+    """Answer one prompt, coloured by round: a draft proposes, the target verifies, the output is the target's."""
+    sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+    if not prompt.strip():
+        raise DsparkError("prompt", prompt, "is empty; give some text")
+    loaded = load_target(target, DTYPES[dtype])
+    drafted = None if draft == "none" else load_named_draft(draft, DTYPES[dtype])
+    engine = Engine(loaded, make_proposer(loaded, drafted, n, draft_mode))
+    ids = ChatRenderer(loaded.tokenizer).prompt_ids([{"role": "user", "content": prompt}])
+    printer = None if as_json else StreamPrinter(console, loaded.tokenizer)
+    answer = generate(engine, Request(ids, max_tokens, sampling), loaded.tokenizer, printer)
+    if as_json:
+        print(json.dumps(json_result(answer)))
+    else:
+        console.print(summary_line(answer), style="dim")
+
+
+@app.command(
+    "regenerate",
+    epilog=example("dspark regenerate --prompts prompts.jsonl --out runs/rows.jsonl --capture smollm2-135m"),
+)
+def regenerate_command(
+    prompts: Annotated[str, typer.Option(help="JSONL file or folder of {id, turns}, or hub:NAME.")],
+    out: Annotated[Path, typer.Option(help="Rows file to write or to go on with.")],
+    target: TargetOption = EMBEDDED,
+    limit: Annotated[int | None, typer.Option(help="Prompts at most (a seeded draw with --shuffle).")] = None,
+    shuffle: Annotated[int | None, typer.Option(help="Seed of the draw; without it, the first ones.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Answer tokens at most; longer answers are cut and marked.")] = 512,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave longer prompts out (counted).")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option()] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampled answers.")] = 0,
+    batch: Annotated[int, typer.Option(help="Requests in flight.")] = 32,
+    capture: Annotated[str | None, typer.Option(help="Recipe whose taps are kept beside the rows.")] = None,
+    capture_dtype: Annotated[Dtype, typer.Option(help="Storage of captured states.")] = "bf16",
+    dtype: DtypeOption = "fp32",
+) -> None:
+    """Let the target answer prompts: the only answers a draft should be trained on. Run again to resume."""
+    settings = RegenerateSettings(temperature, top_k, top_p, min_p, seed, max_tokens, max_prompt_tokens)
+    asked = read_prompts(prompts, limit, shuffle)
+    recipe = None if capture is None else load_recipe(capture, [])
+    taps = () if recipe is None else tuple(recipe.draft["target_layer_ids"])
+    loaded = load_target(target, DTYPES[dtype])
+    engine = Engine(loaded, None, max_batch=batch, capture_taps=taps)
+    writer = None if not taps else FeatureWriter(features_folder(out), loaded, taps, capture_dtype)
+    try:
+        report = regenerate(engine, loaded, asked, out, settings, sink=writer, prompt_files=[prompts])
+    except KeyboardInterrupt:
+        errors.print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    finally:
+        if writer is not None:
+            writer.flush()
+    if writer is not None:  # rows whose states were still in memory when an earlier run was killed
+        cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
+    console.print(report)
+
+
+def features_folder(rows: Path) -> Path:
+    """Where the features of a rows file are kept: rows.jsonl -> rows.features."""
+    return rows.with_suffix(".features")
+
+
+@app.command("train", epilog=example("dspark train smollm2-135m training.steps=2000 training.out=runs/mine"))
+def train_command(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
+    settings: Annotated[list[str] | None, typer.Argument(help="Overrides: section.key=value.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with the run in training.out.")] = False,
+) -> None:
+    """Train a draft by a recipe: rows, features, loss, validation by replay, checkpoints."""
+    result = run_training(load_recipe(recipe, settings or []), resume=resume, console=console)
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command("replay", epilog=example("dspark replay --rows runs/rows.jsonl --draft runs/mine/best -n 7"))
+def replay_command(
+    rows: Annotated[Path, typer.Option(help="Rows file; its .features folder is used when it is there.")],
+    target: TargetOption = EMBEDDED,
+    draft: DraftOption = EMBEDDED_DRAFT,
+    n: WidthOption = None,
+    draft_mode: DraftModeOption = "block",
+    limit: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows walked side by side.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Round records of every row as one JSON object.")] = False,
+) -> None:
+    """Acceptance of a draft on rows the target wrote greedily, equal round by round to serving them."""
+    found = [row for row in read_rows(rows) if len(row.answer_ids) > 1][:limit]
+    sampled = next((row for row in found if row.temperature > 0), None)
+    if sampled is not None:
+        raise DsparkError("rows", f"row {sampled.id} at temperature {sampled.temperature}", "must be greedy answers")
+    loaded, drafted = load_target(target), load_named_draft(draft)
+    proposer = make_proposer(loaded, drafted, n, draft_mode)
+    assert isinstance(proposer, DSparkProposer)
+    folder = features_folder(rows)
+    source: FeatureSource = InProcessFeatures(loaded, proposer.taps)
+    if folder.is_dir():
+        cached = CachedFeatures(folder)
+        cached.expect(loaded.name, proposer.taps, loaded.hidden_size, loaded.num_layers)
+        source = cached
+    walked = replay(proposer, ((row, source.get(row).taps.float()) for row in found), batch, loaded.max_context)
+    answers = [
+        Answer(row.source, rounds, detect_loop(row.text_ids))
+        for row, rounds in zip(found, walked, strict=True)
+    ]
+    summary = summarise(answers, proposer.n)
+    if as_json:
+        records = {row.id: [round_record(r) for r in rounds] for row, rounds in zip(found, walked, strict=True)}
+        print(json.dumps({"n": proposer.n, **asdict(summary), "rounds_by_row": records}))
+    else:
+        console.print(acceptance_table(summary, f"replay, n = {proposer.n}, greedy"))
+
+
+@app.command("inspect", epilog=example("dspark inspect kimi-k3"))
+def inspect_command(
+    draft: Annotated[str, typer.Argument(help="Recipe name or path, draft folder, or `embedded`.")],
+) -> None:
+    """Parameters of a draft, by part, and what it expects of its target. Nothing is loaded or allocated."""
+    folder = draft_folder(draft)
+    is_folder = folder.is_dir() and (folder / "config.json").is_file()
+    config = read_config(folder)[0] if is_folder else load_recipe(draft, []).draft_config()
+    counts = parameter_counts(config)
+    table = Table("part", "parameters", title=f"{draft}: a draft for {config.target_name}")
+    for part, count in counts.items():
+        table.add_row(part, f"{count:,}", style="bold" if part == "total" else "")
+    console.print(table)
+    layout = "anchor-first" if config.sample_from_anchor else "bonus-anchor"
+    console.print(f"{config.gamma} predictions a block ({layout}), taps {list(config.target_layer_ids)}, "
+                  f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}")
+
+
+@app.command("demo", epilog=example("dspark demo --out demo.html"))
+def demo_command(
+    target: TargetOption = EMBEDDED,
+    draft: DraftOption = EMBEDDED_DRAFT,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("demo.html"),
+    max_tokens: Annotated[int, typer.Option(help="Answer tokens at most.")] = 64,
+) -> None:
+    """Plain decoding against DSpark at n = 3 and n = 7 on 15 prompts: same tokens, a table and a page."""
+    loaded = load_target(target)
+    comparison = run_demo(loaded, load_named_draft(draft), out, max_tokens=max_tokens, draft_name=draft)
+    if not comparison.lossless:
+        raise typer.Exit(1)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the command line. Bad input is one line on stderr and exit code 2.
+
+    A termination signal ends a command as Ctrl-C does (also where the shell had it ignored): what can be resumed
+    afterwards is written out first.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(standalone_mode=False)
+    except DsparkError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (KeyboardInterrupt, Abort):
+        errors.print("interrupted")
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
