@@ -36,6 +36,7 @@ class TableRow:
     """One mode. Lengths count the bonus; `slots` are conditional acceptance rates (bonus not counted)."""
 
     mode: str
+    n: int
     tokens_per_s: str
     decode_tokens_per_s: str
     speedup: str
@@ -61,6 +62,7 @@ def table_rows(comparison: Comparison) -> list[TableRow]:
         rows.append(
             TableRow(
                 mode=mode.name,
+                n=mode.n,
                 tokens_per_s=number(comparison.tokens_per_second(mode), 1),
                 decode_tokens_per_s=number(comparison.tokens_per_second(mode, decode_only=True), 1),
                 speedup="1 (baseline)" if mode == PLAIN else str(comparison.speedup(mode)),
@@ -187,7 +189,7 @@ def _speed_chart(comparison: Comparison) -> list[dict[str, Any]]:
         interval = Interval(1.0, None, None) if mode == PLAIN else comparison.speedup(mode)
         speeds = [base * edge if edge is not None else None for edge in (interval.low, interval.high)]
         bars.append({"mode": mode, "speed": base * interval.value, "low": speeds[0], "high": speeds[1]})
-    left, right, top, step = 64, 70, 24, (CHART_HEIGHT - 40) / len(bars)
+    left, right, top, step = 64, 70, 24, (CHART_HEIGHT - 24) / len(bars)
     largest = max(max(bar["speed"], bar["high"] or 0.0) for bar in bars) or 1.0
     scale = (CHART_WIDTH - left - right) / largest
     for index, bar in enumerate(bars):
@@ -210,7 +212,7 @@ def _speed_chart(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _slot_chart(comparison: Comparison, drafted: list[Mode]) -> dict[str, Any]:
     """Conditional acceptance against the slot, one line per mode; y runs from 0 to 1."""
-    left, right, top, bottom = 40, 16, 24, 32
+    left, right, top, bottom = 40, 16, 24, 50
     slots = max(mode.n for mode in drafted)
     step = (CHART_WIDTH - left - right) / max(slots, 1)
 
