@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -68,6 +69,7 @@ def run_demo(
     page = render_page(comparison, target.tokenizer, title=title, settings=settings, machine=machine)
     write_page(out, page)
     console.print(demo_table(comparison))
+    console.print(TABLE_NOTES, style="dim", highlight=False)
     for difference in comparison.differences:
         console.print(str(difference), style=None if difference.tie else "bold red", markup=False)
     console.print(_verdict(comparison), style="green" if comparison.lossless else "bold red")
@@ -87,26 +89,31 @@ def fit_tokens(cost: Sequence[tuple[float, float]], questions: int, max_tokens: 
 
 
 def demo_table(comparison: Comparison) -> Table:
-    """The table of the page, for a terminal."""
-    table = Table(title="Same prompts, same engine, greedy, batch 1")
-    table.add_column("mode")
-    headers = (
-        "tokens/s",
-        "speedup\n95 %",
-        "speedup\ndecode only",
-        "acceptance\nlength macro",
-        "acceptance\nlength micro",
-    )
-    for header in (*headers, "conditional acceptance\nslots 1, 2, ..."):
-        table.add_column(header, justify="right")
-    for row in table_rows(comparison):
-        slots = " ".join(slot.removeprefix("0") for slot in row.slots if slot)
-        table.add_row(row.mode, row.tokens_per_s, row.speedup, row.decode_speedup, row.macro, row.micro, slots)
-    table.caption = (
-        "acceptance length: bonus counted; macro = mean over prompts, micro = 1 + accepted / rounds\n"
-        "conditional acceptance: bonus not counted; speedup: end to end, paired, bootstrap over prompts"
-    )
+    """The table of the page, made to fit 80 columns."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("\nmode", no_wrap=True)
+    for header in (
+        "\ntokens/s",
+        "speedup\nend to end, 95 %",
+        "decode\nonly",
+        "length\nmacro",
+        "length\nmicro",
+        "accepted at\nslot 1, 2, ..., %",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row, mode in zip(table_rows(comparison), comparison.modes, strict=True):
+        rates = [slot.rate for slot in comparison.acceptance(mode).conditional]
+        slots = " ".join("–" if rate is None else f"{100 * rate:.0f}" for rate in rates)
+        only = row.decode_speedup.partition(" ")[0]
+        table.add_row(row.mode, row.tokens_per_s, row.speedup, only, row.macro, row.micro, slots)
     return table
+
+
+TABLE_NOTES = (
+    "length: tokens a round, bonus counted (acceptance length); macro = mean over prompts, micro = 1 + accepted / "
+    "rounds. Slot k: accepted among the rounds that accepted 1..k-1 and verified k, bonus not counted. Speedup: over "
+    "plain decoding of the same prompts in the same run, paired, bootstrap over prompts."
+)
 
 
 def _verdict(comparison: Comparison) -> str:

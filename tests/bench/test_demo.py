@@ -17,7 +17,7 @@ from dspark.targets.transformers import TransformersTarget
 def test_demo_prints_the_table_and_writes_the_page(
     target: TransformersTarget, draft: DSparkDraft, tmp_path: Path
 ) -> None:
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=80)
     prompts = [Prompt(f"maths/{i}", (f"what is {i} + {i}?",)) for i in range(3)]
     out = tmp_path / "demo.html"
     comparison = run_demo(target, draft, out, prompts=prompts, max_tokens=16, console=console)
@@ -25,6 +25,8 @@ def test_demo_prints_the_table_and_writes_the_page(
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for expected in ("plain", "n = 3", "n = 7", "bonus counted", "same tokens in every mode", "demo.html"):
         assert expected in text
+    row = next(line for line in text.splitlines() if line.startswith("n = 7"))
+    assert "x [" in row and "…" not in text  # the row is whole within 80 columns
     page = out.read_text(encoding="utf-8")
     assert "what is 2 + 2?" in page and "up to 16 tokens an answer" in page
 
