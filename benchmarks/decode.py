@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
@@ -48,7 +47,7 @@ from dspark.bench.compare import (
 from dspark.bench.machine import describe_machine
 from dspark.bench.metrics import Acceptance, Interval
 from dspark.bench.passes import measure_passes
-from dspark.checkpoints.native import load_draft
+from dspark.checkpoints.builtin import load_named_draft
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import read_prompts
 from dspark.decoding.engine import Engine
@@ -59,7 +58,6 @@ from dspark.targets.base import Target
 from dspark.targets.packed import PackedLinear, pack_linears
 from dspark.targets.transformers import load_target
 
-EMBEDDED_DRAFT = files("dspark").joinpath("assets/drafts/smollm2-135m")
 PASS_CONTEXT = 256
 LENGTHS = ("macro_length", "macro_length_without_loops", "micro_length")
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -314,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.data is None:
         raise DsparkError("data", None, "give --data, a folder of <suite>.jsonl files")
     target = load_target(args.target)
-    draft = load_draft(str(EMBEDDED_DRAFT) if args.draft == "embedded" else args.draft)
+    draft = load_named_draft(args.draft)
     modes = modes_for([int(n) for n in args.ns.split(",")])
     renderer = ChatRenderer(target.tokenizer)
     suites = {
