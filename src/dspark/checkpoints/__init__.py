@@ -1,1 +1,1 @@
-
+"""Draft checkpoints on disk."""

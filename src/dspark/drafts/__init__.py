@@ -1,1 +1,1 @@
-
+"""Draft models: the DFlash backbone with DSpark's Markov and confidence heads."""

@@ -1,0 +1,287 @@
+"""The native checkpoint: a folder with config.json (top-level DeepSpec / vLLM / SGLang form) and model.safetensors.
+
+One BF16 file without the target's embedding and head; a reduced vocabulary adds lm_head.weight (its rows of the head),
+d2t and t2d (method section 8). The packaged drafts leave lm_head.weight out and say so with "lm_head_in_file": false.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+
+ARCHITECTURE = "Qwen3DSparkModel"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+LM_HEAD = "lm_head.weight"
+# Lists in JSON, tuples in the config
+_TUPLES = ("layer_types", "target_layer_ids")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def config_to_json(config: DraftConfig, lm_head_in_file: bool) -> dict[str, Any]:
+    """The config.json of a draft: Qwen3's keys and DSpark's, all at top level.
+
+    rope_theta and rope_scaling repeat rope_parameters for engines that read the older pair of keys.
+    """
+    fields = config.model_dump()
+    for name in _TUPLES:
+        fields[name] = list(fields[name])
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    uses_window = "sliding_attention" in config.layer_types
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "use_sliding_window": uses_window,
+        "max_window_layers": 0 if uses_window else config.num_hidden_layers,
+        "rope_theta": theta,
+        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+        **fields,
+        "lm_head_in_file": lm_head_in_file,
+    }
+
+
+def config_from_json(values: Mapping[str, Any]) -> tuple[DraftConfig, bool]:
+    """The DraftConfig of a config.json, and whether the weights file holds lm_head.weight.
+
+    rope_parameters may be stated as the older rope_theta + rope_scaling; stated both ways they must agree.
+    Raises DsparkError naming a missing or wrong key.
+    """
+    if values.get("architectures") != [ARCHITECTURE]:
+        raise DsparkError(
+            "architectures", values.get("architectures"), f"must be ['{ARCHITECTURE}']; convert other formats first"
+        )
+    fields = {name: values[name] for name in DraftConfig.model_fields if name in values}
+    fields["rope_parameters"] = _rope_parameters(values)
+    if "hidden_act" not in fields:  # has a default in Python; in a file nothing is left out
+        raise DsparkError("hidden_act", None, "is missing from config.json: state it (silu for Qwen3)")
+    for name in _TUPLES:
+        if isinstance(fields.get(name), list):
+            fields[name] = tuple(fields[name])
+    config = DraftConfig(**fields)
+    lm_head = values.get("lm_head_in_file")
+    if not isinstance(lm_head, bool):
+        raise DsparkError(
+            "lm_head_in_file",
+            lm_head,
+            "must be true or false in config.json: whether model.safetensors holds lm_head.weight",
+        )
+    if lm_head and not config.reduced:
+        raise DsparkError(
+            "lm_head_in_file", True, "must be false with the whole vocabulary: the head is the target's own"
+        )
+    return config, lm_head
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    theta, scaling = values.get("rope_theta"), values.get("rope_scaling")
+    stated = values.get("rope_parameters")
+    older = None
+    if theta is not None:
+        older = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        older["rope_type"] = older.pop("type", older["rope_type"])
+    if stated is None and older is None:
+        raise DsparkError(
+            "rope_parameters", None, "is missing from config.json: state rope_type, rope_theta and its other keys"
+        )
+    if stated is not None and older is not None and dict(stated) != older:
+        raise DsparkError(
+            "rope_theta / rope_scaling", older, f"must agree with rope_parameters {stated!r}, or be removed"
+        )
+    return dict(stated if stated is not None else older or {})
+
+
+def save_draft(draft: DSparkDraft, folder: str | Path, lm_head: bool = True) -> None:
+    """Write the draft to `folder`, atomically: a kill at any moment leaves the old or the new one loadable.
+
+    lm_head: whether to write the head's rows (K < V only); the draft must then be bound or carry its own.
+    Other files in an existing folder are kept. Raises DsparkError on a non-finite tensor; then nothing is written.
+    """
+    folder = Path(folder)
+    config = draft.config
+    lm_head = lm_head and config.reduced
+    tensors = dict(draft.state_dict())
+    if config.reduced:
+        _ = draft.draft_ids  # raises when the vocabulary was never set
+    if lm_head:
+        tensors[LM_HEAD] = draft.own_head_rows if draft.own_head_rows is not None else draft.head_rows
+    for name, tensor in tensors.items():
+        _check_finite(name, tensor)
+    stored = {
+        name: (t.to(torch.bfloat16) if t.is_floating_point() else t)
+        .detach()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        for name, t in tensors.items()
+    }
+    for name, tensor in stored.items():
+        _check_finite(name, tensor)  # BF16 rounds the largest fp32 values to infinity
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}.writing"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        text = json.dumps(config_to_json(config, lm_head), indent=2) + "\n"
+        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
+        for path in staging.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        _swap(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _previous(folder: Path) -> Path:
+    """Where an overwritten draft rests between the two renames of `_swap`."""
+    return folder.parent / f".{folder.name}.previous"
+
+
+def _swap(staging: Path, folder: Path) -> None:
+    """Put `staging` in the place of `folder`. In between, `load_draft` finds the old one at `_previous`."""
+    previous = _previous(folder)
+    if folder.exists():
+        if not folder.is_dir():
+            raise DsparkError("folder", str(folder), "is a file; give a folder to write the draft to")
+        _merge(previous, folder)  # left by a save that was killed after its second rename
+        folder.rename(previous)
+    staging.rename(folder)
+    _merge(previous, folder)
+
+
+def _merge(previous: Path, folder: Path) -> None:
+    """Move what only `previous` has (a card, a log) into `folder`, and remove the rest."""
+    if not previous.exists():
+        return
+    for path in previous.iterdir():
+        if not (folder / path.name).exists():
+            path.rename(folder / path.name)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def read_config(folder: str | Path) -> tuple[DraftConfig, bool]:
+    """config.json of a draft folder: its config, and whether the weights file holds lm_head.weight.
+
+    Raises DsparkError.
+    """
+    path = _existing(Path(folder)) / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DsparkError(
+            "draft", str(folder), f"holds no {CONFIG_FILE}; give the folder of a draft checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DsparkError(
+            CONFIG_FILE, str(path), f"cannot be read ({_line(error)}); copy the checkpoint again"
+        ) from None
+    if not isinstance(values, dict):
+        raise DsparkError(CONFIG_FILE, str(path), "must hold one JSON object")
+    return config_from_json(values)
+
+
+def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> DSparkDraft:
+    """Read a draft folder; the draft comes unbound, its weights in `dtype`.
+
+    Every tensor name, shape, type and value is checked; raises DsparkError naming what is missing, extra, misshapen,
+    non-finite or inconsistent.
+    """
+    config, lm_head = read_config(folder)
+    with torch.device("meta"):
+        draft = DSparkDraft(config)
+    expected = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
+    if lm_head:
+        expected[LM_HEAD] = (config.draft_vocab_size, config.hidden_size)
+    tensors = _read_tensors(_existing(Path(folder)) / WEIGHTS_FILE, expected)
+    if config.reduced:
+        _check_vocabulary(tensors["d2t"], tensors["t2d"])
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    rows = tensors.pop(LM_HEAD, None)
+    draft.load_state_dict(tensors, strict=True, assign=True)
+    draft.own_head_rows = rows
+    return draft
+
+
+def _existing(folder: Path) -> Path:
+    if folder.is_dir():
+        return folder
+    if _previous(folder).is_dir():  # a save was killed between its two renames
+        return _previous(folder)
+    raise DsparkError("draft", str(folder), "is not a folder; give the folder of a draft checkpoint")
+
+
+def _read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """All tensors of a safetensors file whose names and shapes are exactly `expected`."""
+    if not path.is_file():
+        raise DsparkError("draft", str(path), "is missing; a native checkpoint has one model.safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            _check_names(path, found, expected)
+            tensors = {name: file.get_tensor(name) for name in expected}
+    except (SafetensorError, OSError) as error:
+        raise DsparkError(
+            WEIGHTS_FILE, str(path), f"is not a whole safetensors file ({_line(error)}); copy it again"
+        ) from None
+    for name, tensor in tensors.items():
+        wanted = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, _FLOATS)
+        if tensor.dtype not in wanted:
+            raise DsparkError(name, str(tensor.dtype), f"must be {' or '.join(str(w) for w in wanted)}")
+        _check_finite(name, tensor)
+    return tensors
+
+
+def _check_names(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"unexpected {name}" for name in found if name not in expected]
+    faults += [
+        f"{name} has shape {list(found[name])}, the config gives {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if faults:
+        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        raise DsparkError(WEIGHTS_FILE, str(path), f"does not fit its config.json: {shown}")
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise DsparkError(name, "NaN or infinity", "must be finite; this draft is broken, use an earlier checkpoint")
+
+
+def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+    """d2t holds offsets (target id = i + d2t[i]) whose ids ascend, are in range, and are those that t2d marks."""
+    ids = torch.arange(len(d2t)) + d2t
+    if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):
+        raise DsparkError(
+            "d2t",
+            [int(ids.min()), int(ids.max())],
+            f"gives target ids outside 0..{len(t2d) - 1}; it must hold offsets, not ids",
+        )
+    if bool((ids[1:] <= ids[:-1]).any()):
+        raise DsparkError(
+            "d2t", d2t[:8].tolist(), "must give ascending distinct target ids (offsets: target id = i + d2t[i])"
+        )
+    if int(t2d.sum()) != len(d2t) or not bool(t2d[ids].all()):
+        raise DsparkError(
+            "t2d", f"{int(t2d.sum())} marked", f"must mark exactly the {len(d2t)} target ids that d2t gives"
+        )
+
+
+def _line(error: BaseException) -> str:
+    """An error's text on one line."""
+    return " ".join(str(error).split())

@@ -1,0 +1,137 @@
+"""The DFlash backbone: projected context, injected K/V, block attention (method section 2).
+
+Layers are Qwen3-style: RMSNorm, grouped-query attention with per-head q/k norms, SwiGLU. Context never passes through a
+layer: its K/V come from the same k_proj/v_proj as the block's, so they are computed once per committed token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.rope import Rotary
+from dspark.errors import DsparkError
+
+# How a layer attends: (its index, q [N, H, hd], k [N, kvh, hd], v [N, kvh, hd]) -> [N, H * hd]; q and k come normed and
+# rotated.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; statistics in fp32 for half types."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections, q/k norms and RoPE; the attending itself is passed in (decoding and training differ there only)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        width, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, width, bias=bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+
+    def key_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """states [N, d] -> k (normed, not rotated) and v, both [N, kvh, hd]."""
+        key = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
+        return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+
+    def query(self, states: Tensor) -> Tensor:
+        """states [N, d] -> q (normed, not rotated) [N, H, hd]."""
+        return self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim)))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        if config.hidden_act not in ACT2FN:
+            raise DsparkError("hidden_act", config.hidden_act, "is not an activation that Transformers knows")
+        self.act = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer over block tokens [N, d]."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Backbone(nn.Module):
+    """fc, hidden_norm, layers and norm: everything but the heads."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        taps = len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    @property
+    def decoder_layers(self) -> list[Layer]:
+        """`layers` with their type."""
+        return cast(list[Layer], list(self.layers))
+
+    def context_states(self, taps: Tensor) -> Tensor:
+        """c = hidden_norm(fc(concatenated taps)): [N, m * d] -> [N, d]."""
+        expected = self.fc.in_features
+        if taps.shape[-1] != expected:
+            raise DsparkError(
+                "taps",
+                tuple(taps.shape),
+                f"must have {expected} features per token ({len(self.config.target_layer_ids)} taps)",
+            )
+        return self.hidden_norm(self.fc(taps.to(self.hidden_norm.weight.dtype)))
+
+    def run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Block tokens x [N, d] with cos/sin [N, 1, dims] through all layers and `norm` -> [N, d]."""
+        for index, layer in enumerate(self.decoder_layers):
+            attention = layer.self_attn
+            states = layer.input_layernorm(x)
+            key, value = attention.key_value(states)
+            query = self.rotary.rotate(attention.query(states), cos, sin)
+            x = x + attention.o_proj(attend(index, query, self.rotary.rotate(key, cos, sin), value))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int, non_causal: bool) -> Tensor:
+    """Sliding-window rule, [queries, keys] bool: key j is seen from i iff 0 <= i - j < window (Transformers' count).
+
+    non_causal also opens the block's later slots, |i - j| < window. Context lies before the block, so for it only
+    i - j < window matters.
+    """
+    distance = query_positions[:, None] - key_positions[None, :]
+    return (distance.abs() < window) if non_causal else (distance >= 0) & (distance < window)

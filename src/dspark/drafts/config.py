@@ -1,0 +1,189 @@
+"""Everything a server needs to know about a draft, complete in itself (DESIGN convention 2)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+
+from dspark.drafts.rope import ROPE_TYPES, inverse_frequencies
+from dspark.errors import DsparkError
+
+PositiveInt = Annotated[StrictInt, Field(ge=1)]
+LayerType = Literal["full_attention", "sliding_attention"]
+MarkovType = Literal["vanilla", "gated", "rnn"]
+
+PROMPT_RECIPE_KEYS = ("template_sha256", "thinking")
+
+# What to say when one of these is missing: its absence has been read in opposite ways by different engines.
+_MISSING = {
+    "sample_from_anchor": (
+        "is missing and has no default: state sample_from_anchor: true when the anchor slot predicts the first draft "
+        "token (anchor-first, block_size = predictions), false for DFlash's layout (bonus-anchor, "
+        "block_size = predictions + 1)"
+    ),
+    "mask_token_id": "is missing and has no default: give the id of a token inside the embedding that the target "
+    "never emits, the one the draft was trained with",
+}
+
+
+class DraftConfig(BaseModel):
+    """A draft's shape, layout, taps and provenance. Nothing is inherited from the target at load time.
+
+    Every field is required (a missing one is a DsparkError that names it); `hidden_act` alone has a default.
+    target_layer_ids: 0-based target layers whose outputs are the taps, in the order they are concatenated
+    block_size: gamma when sample_from_anchor (anchor-first), gamma + 1 otherwise (bonus-anchor)
+    rope_parameters: Transformers 5 form {rope_type, rope_theta, factor, partial_rotary_factor, ...}
+    training_length: longest row, in tokens, it was trained on
+    prompt_recipe: {template_sha256, thinking}, each a string or None
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    hidden_act: StrictStr = "silu"
+    rms_norm_eps: Annotated[float, Field(gt=0)]
+    attention_bias: StrictBool
+    max_position_embeddings: PositiveInt
+    rope_parameters: dict[str, Any]
+    layer_types: tuple[LayerType, ...]
+    sliding_window: PositiveInt | None
+    sliding_window_non_causal: StrictBool
+    vocab_size: PositiveInt
+    draft_vocab_size: PositiveInt
+    target_layer_ids: tuple[StrictInt, ...]
+    num_target_layers: PositiveInt
+    target_name: Annotated[StrictStr, Field(min_length=1)]
+    mask_token_id: StrictInt
+    sample_from_anchor: StrictBool
+    block_size: PositiveInt
+    markov_rank: Annotated[StrictInt, Field(ge=0)]
+    markov_head_type: MarkovType
+    enable_confidence_head: StrictBool
+    confidence_head_with_markov: StrictBool
+    training_length: PositiveInt
+    prompt_recipe: dict[str, StrictStr | None]
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _readable(error) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DraftConfig:
+        self._check_attention()
+        self._check_target_side()
+        self._check_heads()
+        if set(self.prompt_recipe) != set(PROMPT_RECIPE_KEYS):
+            raise DsparkError(
+                "prompt_recipe", self.prompt_recipe, f"must have the keys {', '.join(PROMPT_RECIPE_KEYS)}"
+            )
+        return self
+
+    def _check_attention(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise DsparkError(
+                "num_key_value_heads",
+                self.num_key_value_heads,
+                f"must divide num_attention_heads {self.num_attention_heads}",
+            )
+        if self.head_dim % 2:
+            raise DsparkError("head_dim", self.head_dim, "must be even (rotary pairs)")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise DsparkError(
+                "layer_types", list(self.layer_types), f"must have one entry per layer ({self.num_hidden_layers})"
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise DsparkError("sliding_window", None, "must be given because layer_types has sliding_attention layers")
+        if self.rope_parameters.get("rope_type") not in ROPE_TYPES:
+            raise DsparkError(
+                "rope_parameters.rope_type",
+                self.rope_parameters.get("rope_type"),
+                f"must be one of {', '.join(ROPE_TYPES)}",
+            )
+        if not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
+            raise DsparkError("rope_parameters.rope_theta", self.rope_parameters.get("rope_theta"), "must be a number")
+        inverse_frequencies(self)  # raises when the type lacks one of its parameters
+
+    def _check_target_side(self) -> None:
+        taps = self.target_layer_ids
+        if not taps or len(set(taps)) != len(taps):
+            raise DsparkError("target_layer_ids", list(taps), "must be a non-empty list without repeats")
+        for tap in taps:
+            if not 0 <= tap < self.num_target_layers:
+                raise DsparkError(
+                    "target_layer_ids",
+                    tap,
+                    f"must be a 0-based layer of the target, 0..{self.num_target_layers - 1} "
+                    "(the embedding output, -1, is not supported)",
+                )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise DsparkError(
+                "mask_token_id", self.mask_token_id, f"must be inside the target's embedding, 0..{self.vocab_size - 1}"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise DsparkError(
+                "draft_vocab_size", self.draft_vocab_size, f"must be at most vocab_size {self.vocab_size}"
+            )
+
+    def _check_heads(self) -> None:
+        if self.gamma < 1:
+            raise DsparkError("block_size", self.block_size, "must be at least 2 in the bonus-anchor layout")
+        if self.markov_rank == 0 and self.markov_head_type != "vanilla":
+            raise DsparkError(
+                "markov_head_type", self.markov_head_type, "must be vanilla when markov_rank is 0 (no head)"
+            )
+        if self.markov_rank == 0 and self.enable_confidence_head and self.confidence_head_with_markov:
+            raise DsparkError("confidence_head_with_markov", True, "must be false when markov_rank is 0")
+
+    @property
+    def gamma(self) -> int:
+        """Predictions (draft tokens) of a full block."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft predicts over K < V of the target's tokens."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def slots(self, n: int) -> int:
+        """Slots run for n predictions: n anchor-first, n + 1 bonus-anchor.
+
+        Raises DsparkError unless 1 <= n <= gamma.
+        """
+        if not 1 <= n <= self.gamma:
+            raise DsparkError("n", n, f"must be 1..{self.gamma}, what this draft was trained for")
+        return n if self.sample_from_anchor else n + 1
+
+    def check_target(self, name: str | None, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+        """Raise DsparkError when the draft was made for another target (name None: not compared)."""
+        for field, mine, theirs in (
+            ("num_target_layers", self.num_target_layers, num_layers),
+            ("hidden_size", self.hidden_size, hidden_size),
+            ("vocab_size", self.vocab_size, vocab_size),
+            ("target_name", self.target_name, self.target_name if name is None else name),
+        ):
+            if mine != theirs:
+                raise DsparkError(
+                    field,
+                    mine,
+                    f"the draft was trained for {self.target_name}, but this target has {theirs!r}; "
+                    "use a draft made for it",
+                )
+
+
+def _readable(error: ValidationError) -> DsparkError:
+    """The first fault of a pydantic error as one line that names the field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "draft"
+    if first["type"] == "missing":
+        return DsparkError(field, None, _MISSING.get(field, "is missing and has no default: state it"))
+    if first["type"] == "extra_forbidden":
+        return DsparkError(field, first["input"], "is not a field of a draft; check its spelling or remove it")
+    return DsparkError(field, first["input"], first["msg"])

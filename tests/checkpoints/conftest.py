@@ -1,0 +1,66 @@
+"""Tiny drafts for checkpoint tests: the Kimi-K2.6 recipe's fields with small numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.dspark import DSparkDraft
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 65536,
+    },
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "vocab_size": 30,
+    "draft_vocab_size": 12,
+    "target_layer_ids": [0, 2],
+    "num_target_layers": 4,
+    "target_name": "tiny",
+    "mask_token_id": 29,
+    "markov_rank": 3,
+    "prompt_recipe": {"template_sha256": "ab" * 32, "thinking": None},
+}
+
+
+@pytest.fixture
+def make_config() -> Callable[..., DraftConfig]:
+    def make(**changes: Any) -> DraftConfig:
+        recipe = yaml.safe_load((files("dspark") / "recipes" / "kimi-k2.6.yaml").read_text(encoding="utf-8"))
+        return DraftConfig(**{**recipe["draft"], **TINY, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_draft(make_config) -> Callable[..., DSparkDraft]:
+    """A bound draft whose weights are random and exact in BF16."""
+
+    def make(**changes: Any) -> DSparkDraft:
+        torch.manual_seed(0)
+        draft = DSparkDraft(make_config(**changes))
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter.copy_(torch.randn_like(parameter).bfloat16())
+        if draft.config.reduced:
+            draft.set_vocabulary(range(3, 3 + 2 * draft.config.draft_vocab_size, 2))
+        draft.bind(torch.randn(30, 16).bfloat16().float(), torch.randn(30, 16).bfloat16().float())
+        return draft
+
+    return make
