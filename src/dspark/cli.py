@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from click.exceptions import Abort, ClickException
 from rich.console import Console
 from rich.table import Table
 
@@ -192,10 +191,7 @@ def replay_command(
         cached.expect(loaded.name, proposer.taps, loaded.hidden_size, loaded.num_layers)
         source = cached
     walked = replay(proposer, ((row, source.get(row).taps.float()) for row in found), batch, loaded.max_context)
-    answers = [
-        Answer(row.source, rounds, detect_loop(row.text_ids))
-        for row, rounds in zip(found, walked, strict=True)
-    ]
+    answers = [Answer(row.source, rounds, detect_loop(row.text_ids)) for row, rounds in zip(found, walked, strict=True)]
     summary = summarise(answers, proposer.n)
     if as_json:
         records = {row.id: [round_record(r) for r in rounds] for row, rounds in zip(found, walked, strict=True)}
@@ -218,8 +214,10 @@ def inspect_command(
         table.add_row(part, f"{count:,}", style="bold" if part == "total" else "")
     console.print(table)
     layout = "anchor-first" if config.sample_from_anchor else "bonus-anchor"
-    console.print(f"{config.gamma} predictions a block ({layout}), taps {list(config.target_layer_ids)}, "
-                  f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}")
+    console.print(
+        f"{config.gamma} predictions a block ({layout}), taps {list(config.target_layer_ids)}, "
+        f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}"
+    )
 
 
 @app.command("demo", epilog=example("dspark demo --out demo.html"))
@@ -249,14 +247,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(standalone_mode=False)
+        app()
     except DsparkError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
-    except ClickException as error:
-        error.show()
-        sys.exit(2)
-    except (KeyboardInterrupt, Abort):
-        errors.print("interrupted")
-        sys.exit(130)
-    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

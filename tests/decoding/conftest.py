@@ -1,5 +1,7 @@
 """A small random target and a draft that guesses it well enough to accept, reject and be cut everywhere."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -80,5 +82,5 @@ def pairs(target):
     requests = [Request(p, max_tokens=60, ignore_eos=True) for p in [*PROMPTS, long]]
     for _, result in Engine(target, None, max_batch=32).run(requests):
         ids = [*result.request.prompt_ids, *result.output_ids]
-        known.update(zip(ids, ids[1:], strict=False))
+        known.update(pairwise(ids))
     return known

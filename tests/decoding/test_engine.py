@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.decoding.conftest import PROMPTS, bigram_draft, draft_config
 
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, NoProposer, make_proposer
 from dspark.decoding.request import Request, Round, SamplingSettings
+from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
-from tests.decoding.conftest import PROMPTS, bigram_draft, draft_config
 
 LAYOUTS = {"anchor-first": {}, "bonus-anchor": {"sample_from_anchor": False, "block_size": 8}}
 LENGTHS = [40, 3, 25, 33, 1]
@@ -19,7 +20,8 @@ def serve(target, proposer, requests, batch=1):
     return [result for _, result in sorted(Engine(target, proposer, max_batch=batch).run(requests))]
 
 
-def requests(sampling=SamplingSettings(), **fields):
+def requests(sampling=None, **fields):
+    sampling = sampling or SamplingSettings()
     return [Request(p, n, sampling, **fields) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
 
 
@@ -62,8 +64,6 @@ def test_greedy_ids_equal_plain_ones(target, pairs, plain, layout, n):
 def test_greedy_with_other_drafts(target, pairs, plain, changes):
     if changes.get("markov_rank") == 0:
         torch.manual_seed(2)
-        from dspark.drafts.dspark import DSparkDraft
-
         draft = DSparkDraft(draft_config(**changes))
     else:
         draft = bigram_draft(pairs, **changes)
@@ -72,8 +72,6 @@ def test_greedy_with_other_drafts(target, pairs, plain, changes):
 
 @pytest.mark.parametrize("head", ["gated", "rnn"])
 def test_greedy_with_other_markov_heads(target, plain, head):
-    from dspark.drafts.dspark import DSparkDraft
-
     draft = DSparkDraft(draft_config(markov_head_type=head, markov_rank=8))
     torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
     same(serve(target, make_proposer(target, draft, 4), requests(), batch=2), plain)
@@ -210,8 +208,6 @@ def test_n_out_of_range_is_refused(target, pairs, n):
 
 @pytest.mark.parametrize("field", ["num_target_layers", "vocab_size"])
 def test_a_draft_for_another_target_is_refused(target, field):
-    from dspark.drafts.dspark import DSparkDraft
-
     other = {"num_target_layers": 5} if field == "num_target_layers" else {"vocab_size": 99, "draft_vocab_size": 99}
     with pytest.raises(DsparkError, match=field):
         make_proposer(target, DSparkDraft(draft_config(**other)), 3)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.decoding.conftest import PROMPTS, bigram_draft
 
 from dspark.data.rows import Row
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import make_proposer
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Request
-from tests.decoding.conftest import PROMPTS, bigram_draft
 
 
 def rows_of(target, requests):

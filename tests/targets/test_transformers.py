@@ -132,9 +132,7 @@ def test_packed_linear_layers_give_the_same(tiny_llama_folder, target):
     for count in (1, 8, 40):
         ids = ids_of(count, count)
         ours = target.forward([(target.new_state(64), ids)]).logits
-        torch.testing.assert_close(
-            ours, plain.forward([(plain.new_state(64), ids)]).logits, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(ours, plain.forward([(plain.new_state(64), ids)]).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_packing_leaves_other_dtypes_alone():

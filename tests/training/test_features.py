@@ -87,7 +87,7 @@ def test_written_size_is_the_estimate(
 def test_a_capture_of_the_engine_is_the_same_as_a_pass_alone(
     tmp_path: Path, target: TransformersTarget, rows: list[Row]
 ) -> None:
-    """Rows captured in a ragged batch of four against each row alone (field-failures 7: wrong only for batch > 1)."""
+    """Rows captured in a ragged batch of four against each row alone."""
     requests = [Request(row.prompt_ids, max_tokens=len(row.answer_ids), ignore_eos=True) for row in rows]
     taken: dict[int, tuple[Tensor, Tensor]] = {}
     engine = Engine(target, max_batch=4, capture_taps=TAPS)

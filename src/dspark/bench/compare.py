@@ -25,7 +25,7 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
-TIE_GAP = 1e-3  # method.md section 6: plain decoding's top-two logit gap under which two ids are a tie
+TIE_GAP = 1e-3  # docs/method.md section 6: plain decoding's top-two logit gap under which two ids are a tie
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Acceptance and speed figures, as pure functions over round records (method.md section 6).
+"""Acceptance and speed figures, as pure functions over round records (docs/method.md section 6).
 
 Two words that are never mixed here:
   accepted           draft tokens kept in a round, bonus NOT counted (0..n)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.errors import DsparkError
 
-LOOP_NGRAM = 16  # method.md section 6: n-grams of up to 16 tokens ...
+LOOP_NGRAM = 16  # docs/method.md section 6: n-grams of up to 16 tokens ...
 LOOP_REPEATS = 4  # ... repeated at least 4 times up to the end
 
 
@@ -242,7 +242,7 @@ def _unit_hash(text: str) -> float:
 
 
 def detect_loop(ids: Sequence[int]) -> bool:
-    """True when an n-gram of up to 16 tokens is repeated at least 4 times up to the end (method.md section 6).
+    """True when an n-gram of up to 16 tokens is repeated at least 4 times up to the end (docs/method.md section 6).
 
     Give the answer without its stop token (`row.text_ids`).
     """

@@ -94,4 +94,3 @@ class _Walk:
             accepted += 1
         ids += rest[: accepted + 1]
         self.active.result.rounds.append(Round(len(tokens), len(scheduled), accepted))
-

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
 
 from dspark.errors import DsparkError
 from dspark.targets.base import TargetOutput, TargetState
@@ -18,6 +19,7 @@ from dspark.targets.embedded import EMBEDDED, ensure_embedded
 from dspark.targets.packed import pack_linears
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
+transformers_logging.disable_progress_bar()  # its bars would break up ours
 
 
 def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: bool = True) -> TransformersTarget:

@@ -86,7 +86,7 @@ class MicroBatch:
 
 
 def make_plan(rows: Sequence[Row], anchors_per_row: int, gamma: int, source: torch.Generator) -> MicroPlan:
-    """Pack rows and draw up to `anchors_per_row` anchors in each (method.md section 3)."""
+    """Pack rows and draw up to `anchors_per_row` anchors in each (docs/method.md section 3)."""
     packed = pack(rows)
     chosen, start = [], 0
     for row in rows:

@@ -105,7 +105,7 @@ class CachedFeatures:
         return row_id in self.index["rows"]
 
     def expect(self, target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> None:
-        """Raises DsparkError naming the first thing that differs (field-failures 9)."""
+        """Raises DsparkError naming the first thing that differs."""
         wanted = _signature(target_name, taps, hidden_size, num_layers)
         for field, value in wanted.items():
             if self.index[field] != value:
@@ -164,7 +164,7 @@ def estimate_bytes(rows: Iterable[Row], taps: int, d: int, dtype: DtypeName = "b
 
 
 def check_disk(folder: str | Path, needed: int, say: Callable[[str], None] = print) -> None:
-    """Print what the features will take; raises DsparkError when the disk has less (field-failures 10)."""
+    """Print what the features will take; raises DsparkError when the disk has less."""
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -281,7 +281,7 @@ def cache_features(
 
 
 def check_features(row: Row, features: Features, taps: int, hidden_size: int) -> None:
-    """Raises DsparkError on wrong shapes, non-finite values or a tap without any variance (field-failures 7)."""
+    """Raises DsparkError on wrong shapes, non-finite values or a tap without any variance."""
     t = len(row.ids) - 1
     shapes = {"taps": (t, taps * hidden_size), "last_hidden": (t, hidden_size), "lse": (t,)}
     for part, shape in shapes.items():

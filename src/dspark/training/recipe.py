@@ -45,7 +45,7 @@ class DataSection(_Section):
 
 
 class LossSection(_Section):
-    """See `training/loss.py:LossSettings`; method.md section 3."""
+    """See `training/loss.py:LossSettings`; docs/method.md section 3."""
 
     ce: float = Field(default=0.1, ge=0.0)
     l1: float = Field(default=0.9, ge=0.0)

@@ -96,7 +96,7 @@ def finished_config(recipe: Recipe, target: Target, rows: Sequence[Row]) -> Draf
     """The recipe's draft config, checked against target and rows, with what only the data knows filled in.
 
     training_length is the longest row trained on, prompt_recipe how its prompts were rendered.
-    Raises DsparkError when the target differs, or the mask token occurs in an answer (field-failures 9 and 21).
+    Raises DsparkError when the target differs, or the mask token occurs in an answer.
     """
     config = recipe.draft_config()
     config.check_target(target.name, target.num_layers, target.hidden_size, target.vocab_size)
@@ -112,7 +112,7 @@ def build_draft(
 ) -> DSparkDraft:
     """A draft with its first weights (`training.init`), its vocabulary, and the target's embedding and head.
 
-    draft_ids: the map of a saved run; it and the map of an init draft are reused as they are (field-failures 15).
+    draft_ids: the map of a saved run; it and the map of an init draft are reused as they are.
     """
     init = recipe.training.init
     with torch.random.fork_rng(devices=[]):
@@ -195,7 +195,7 @@ def _decoder_weights(target: Target) -> tuple[dict[int, dict[str, Tensor]], Tens
 
 
 def memory_estimate(recipe: Recipe, draft: DSparkDraft, target: Target, rows: Sequence[Row]) -> dict[str, int]:
-    """Bytes by purpose of one step, from shapes alone (field-failures 13); activations are an upper estimate.
+    """Bytes by purpose of one step, from shapes alone; activations are an upper estimate.
 
     The loss part is one chunk's [chunk * gamma, K] logits, their softmax and the target's distribution.
     """

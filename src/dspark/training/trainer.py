@@ -268,7 +268,7 @@ class _Run:
         return norm, lr
 
     def _stop_non_finite(self, what: str, rows: Sequence[str]) -> None:
-        """Raises DsparkError that names the first broken parameter or gradient and the rows (field-failures 17).
+        """Raises DsparkError that names the first broken parameter or gradient and the rows.
 
         Nothing is written: the last good checkpoint stays.
         """

@@ -1,6 +1,6 @@
 """Validation on held-out rows: the loss on fixed anchors, and the acceptance that serving would show.
 
-The checkpoint is chosen by the second one (field-failures 18 and 19).
+The checkpoint is chosen by the second one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ REPLAY_BATCH = 16
 def target_log_p(target: Target, draft: DSparkDraft, last_hidden: Tensor, lse: Tensor) -> Callable[[Tensor], Tensor]:
     """Indices into the packed row [P] -> exact log p over the draft's ids [P, K], never renormalised.
 
-    last_hidden [S, d] pre-norm, lse [S]: the log-sum-exp over all V makes K head rows enough (method.md section 3).
+    last_hidden [S, d] pre-norm, lse [S]: the log-sum-exp over all V makes K head rows enough (docs/method.md,
+    section 3).
     """
     rows = draft.draft_ids if draft.config.reduced else None
 
@@ -62,7 +63,7 @@ def micro_loss(
 
 
 def replay_acceptance(rows: Sequence[Row], records: Sequence[Sequence[Round]]) -> tuple[float, list[float]]:
-    """Macro acceptance length, bonus counted, and conditional acceptance per slot (method.md section 6).
+    """Macro acceptance length, bonus counted, and conditional acceptance per slot (docs/method.md section 6).
 
     Per row 1 + accepted / rounds, mean over a prompt's turns, mean over prompts; rows without a round are in neither.
     """

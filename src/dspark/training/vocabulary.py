@@ -19,7 +19,7 @@ def choose_draft_vocabulary(
     """The stop ids and the most frequent ids of the answers (ties by id), sorted, exactly `size` of them.
 
     When the answers hold fewer distinct ids, the lowest unused ids fill up (tokenizers number frequent tokens first),
-    and `say` is told. Raises DsparkError without rows (field-failures 16) or when the size cannot be met.
+    and `say` is told. Raises DsparkError without rows or when the size cannot be met.
     """
     stops = sorted(set(stop_ids))
     if not 0 < size <= vocab_size or len(stops) > size:
