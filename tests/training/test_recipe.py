@@ -16,7 +16,7 @@ from dspark.training.recipe import Recipe, load_recipe, recipe_names
 def test_the_recipe_of_the_embedded_target() -> None:
     recipe = load_recipe("smollm2-135m")
     config = recipe.draft_config()
-    assert (config.gamma, config.target_layer_ids, config.draft_vocab_size) == (7, (2, 9, 16, 23, 28), 8192)
+    assert (config.gamma, config.target_layer_ids, config.draft_vocab_size) == (7, (2, 9, 16, 23, 28), 12288)
     assert config.target_name == recipe.target == "embedded:smollm2-135m"
     assert recipe.training.loss.settings().decay == 4.0
     assert isinstance(recipe.training.lr, float)

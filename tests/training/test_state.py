@@ -75,12 +75,14 @@ def test_damaged_states_are_refused(make_recipe: Make, draft: DSparkDraft, rows:
 
 
 def test_vocabulary_is_the_most_frequent_ids(rows: list[Row]) -> None:
-    row = rows[0].model_copy(update={"answer_ids": [9, 9, 9, 7, 7, 50, 60, 8]})
+    row = rows[0].model_copy(update={"prompt_ids": [9, 70], "answer_ids": [9, 9, 9, 7, 7, 50, 60, 8]})
     assert choose_draft_vocabulary([row], 4, 100, {2}) == [2, 7, 8, 9]  # ties (8, 50, 60) by id
     assert choose_draft_vocabulary([row], 4, 100, {9, 60}) == [7, 8, 9, 60]
     told: list[str] = []
-    assert choose_draft_vocabulary([row], 8, 100, {2}, told.append) == [0, 1, 2, 7, 8, 9, 50, 60]
-    assert "100.00% of 8 answer tokens; 2 unused low ids fill up" in told[0]
+    assert choose_draft_vocabulary([row], 8, 100, {2}, told.append) == [0, 2, 7, 8, 9, 50, 60, 70]
+    assert "100.00% of 8 answer tokens; to the 6 that occur come 1 of prompts and 1 low ids" in told[0]
+    texts = [[9, 80, 81], [81]]  # words of prompts by frequency, before low ids
+    assert choose_draft_vocabulary([row], 8, 100, {2}, texts=texts) == [2, 7, 8, 9, 50, 60, 70, 81]
 
 
 def test_a_vocabulary_that_cannot_be_made_is_an_error(rows: list[Row]) -> None:

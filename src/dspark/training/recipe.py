@@ -29,6 +29,7 @@ class DataSection(_Section):
 
     Held out, by hash of the prompt's id so that all turns of a prompt stay on one side: `held_out` prompts, or
     `validation_share` of them when `held_out` is None. Rows longer than `max_length` tokens are cut.
+    vocabulary_prompts: a prompts file or folder whose words fill up a reduced vocabulary that the answers do not.
     """
 
     rows: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class DataSection(_Section):
     held_out: int | None = Field(default=None, ge=0)
     validation_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_length: int = Field(default=2048, ge=4)
+    vocabulary_prompts: str | None = None
 
     @field_validator("rows", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.checkpoints.native import load_draft
+from dspark.data.prompts import read_prompts
 from dspark.data.rows import Row, read_rows
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
@@ -123,7 +124,9 @@ def build_draft(
         if draft_ids is None and given is not None:
             draft_ids = given.draft_ids.tolist()
         if draft_ids is None:
-            draft_ids = choose_draft_vocabulary(rows, config.draft_vocab_size, config.vocab_size, target.stop_ids, say)
+            draft_ids = choose_draft_vocabulary(
+                rows, config.draft_vocab_size, config.vocab_size, target.stop_ids, say, prompt_texts(recipe, target)
+            )
         draft.set_vocabulary(draft_ids)
     if given is not None:
         _check_same_kind(given.config, config)
@@ -137,6 +140,13 @@ def build_draft(
         say(f"first weights from the target's last {config.num_hidden_layers} layers ({len(copied_names)} tensors)")
     draft.bind(target.embedding_weight.detach(), target.head_weight.detach())
     return draft
+
+
+def prompt_texts(recipe: Recipe, target: Target) -> list[list[int]]:
+    """Token ids of the prompts in data.vocabulary_prompts (none when it is not given)."""
+    path = recipe.data.vocabulary_prompts
+    turns = [turn for prompt in read_prompts(path) for turn in prompt.turns] if path is not None else []
+    return [target.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
 
 
 def _check_same_kind(given: DraftConfig, wanted: DraftConfig) -> None:
