@@ -106,7 +106,7 @@ class Backbone(nn.Module):
 
     def context_states(self, taps: Tensor) -> Tensor:
         """c = hidden_norm(fc(concatenated taps)): [N, m * d] -> [N, d]."""
-        expected = self.fc.in_features
+        expected = len(self.config.target_layer_ids) * self.config.hidden_size
         if taps.shape[-1] != expected:
             raise DsparkError(
                 "taps",
