@@ -106,26 +106,20 @@ class DSparkProposer:
             law = None
             if active.rule != "greedy":
                 tokens[row], law = draft_token(
-                    self._over_target_vocabulary(logits[row]),
+                    logits[row],
                     active.request.sampling,
                     active.seed,
                     active.round_index,
                     slot,
                     len(active.ids) + slot,
                     active.rule,
+                    self._draft_ids,
+                    None if self._draft_ids is None else self.draft.config.vocab_size,
                 )
             proposals[row].laws.append(law)
         for row, token in enumerate(tokens.tolist()):
             proposals[row].tokens.append(token)
         return tokens
-
-    def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
-        """[K] -> [V]: ids outside the draft vocabulary have probability zero."""
-        if self._draft_ids is None:
-            return logits
-        full = logits.new_full((self.draft.config.vocab_size,), float("-inf"))
-        full[self._draft_ids] = logits
-        return full
 
 
 def make_proposer(

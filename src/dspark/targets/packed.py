@@ -2,8 +2,7 @@
 
 `F.linear` leaves the weight in its plain layout, which costs twice as much for 8 rows as for 1 (the embedded
 target, float32, two threads). Packed once, 8 rows cost about what 1 row costs, and that is the condition under
-which speculation pays on a CPU. The plain weight is kept only where somebody else still reads it (an embedding
-tied to the head).
+which speculation pays on a CPU. The plain weight stays beside it, for passes of many rows.
 """
 
 from __future__ import annotations
