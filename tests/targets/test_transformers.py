@@ -1,15 +1,27 @@
 """The ragged pass, the taps and the head, against plain Transformers."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from dspark.errors import DsparkError
@@ -172,3 +184,34 @@ def test_missing_folder_and_bad_file(tmp_path, tiny_llama_folder):
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(DsparkError, match="cannot be loaded"):
         load_target(str(broken))
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path, tiny_llama_folder):
+    """Transformers would make the tensor up and only warn."""
+    folder = tmp_path / "lacking"
+    shutil.copytree(tiny_llama_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DsparkError, match="down_proj"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (
+            lambda: MambaForCausalLM(MambaConfig(vocab_size=80, hidden_size=32, num_hidden_layers=4)),
+            "max_position_embeddings",
+        ),
+        (lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2)), "s_aux"),
+        (lambda: StableLmForCausalLM(StableLmConfig(**SMALL)), "attention"),
+        (lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, num_experts=2)), "linear_attention"),
+    ],
+    ids=["no attention", "attention sinks", "arguments not handed on", "linear attention"],
+)
+def test_models_that_would_be_run_wrongly_are_refused(model, names):
+    tokenizer = SimpleNamespace(eos_token_id=None)
+    with pytest.raises(DsparkError, match=names):
+        target = TransformersTarget("other", model(), tokenizer)
+        target.forward([(target.new_state(3), torch.tensor([1, 2, 3]))])

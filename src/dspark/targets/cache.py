@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from dspark.errors import DsparkError
 
 ATTENTION_NAME = "dspark_ragged"
+UNKNOWN_TO_US = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""Arguments by which some models change their attention (sinks, relative bias, sparse keys)."""
 
 
 class RequestCache:
@@ -121,17 +123,21 @@ def ragged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: RaggedCache,
+    ragged: RaggedCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the flat row: query [1, heads, rows, head_dim] -> [1, rows, heads, head_dim].
 
     Each request's new tokens see that request's own K/V only. `softcap` (Gemma 2) has no fused kernel and is
-    computed in the open.
+    computed in the open. Raises DsparkError for what would change the result and is not computed here.
     """
+    changed = [name for name in UNKNOWN_TO_US if others.get(name) is not None]
+    if ragged is None or changed:
+        lacks = f"needs {changed[0]}" if changed else "does not hand the pass's arguments to its attention"
+        raise DsparkError("target", type(module).__name__, f"{lacks}, so it cannot be run here; use another target")
     layer: int = module.layer_idx  # type: ignore[assignment]
     parts = []
     for s in ragged.segments:

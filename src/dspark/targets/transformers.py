@@ -33,12 +33,17 @@ def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: b
         raise DsparkError("target", name_or_path, "no such folder; give a model folder, a hub name or " + EMBEDDED)
     try:
         config = AutoConfig.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, attn_implementation="eager")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(source)
     except DsparkError:
         raise
     except Exception as error:  # Transformers, safetensors and the hub each raise their own kinds
         raise DsparkError("target", name_or_path, f"cannot be loaded ({_first_line(error)})") from error
+    if missing := sorted(report["missing_keys"]):  # Transformers makes these up and only warns
+        remedy = f"its weights lack {len(missing)} tensors, {missing[0]} among them; get the whole model"
+        raise DsparkError("target", name_or_path, remedy)
     return TransformersTarget(name_or_path, model, tokenizer, packed=packed)
 
 
@@ -55,6 +60,7 @@ class TransformersTarget:
 
     def __init__(self, name: str, model: Any, tokenizer: Any, packed: bool = True) -> None:
         config = model.config.get_text_config()
+        _check_supported(name, config)
         self.name, self.model, self.tokenizer, self.config = name, model.eval().requires_grad_(False), tokenizer, config
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -145,6 +151,15 @@ class TransformersTarget:
         scores = self._finish(self._head_module(normed)) if logits != "none" else normed.new_empty(0, self.vocab_size)
         tapped = torch.cat([taken[tap][0] for tap in taps], dim=-1) if taps else None
         return TargetOutput(scores, tapped, taken[last_layer][0])
+
+
+def _check_supported(name: str, config: Any) -> None:
+    """Raises DsparkError for a model without a context length, or with layers that keep no K/V of every token."""
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+        raise DsparkError("target", name, f"its config ({config.model_type}) has no max_position_embeddings")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise DsparkError("target", name, f"has {kind} layers; only full and sliding attention can be run here")
 
 
 def _find_decoder(model: Any) -> Any:
