@@ -213,3 +213,62 @@ def test_the_installed_command_answers():
     )
     assert done.returncode == 0
     assert done.stdout.strip() == "0.1.0"
+
+
+def write_rows(path, **changes):
+    row = {"id": "a", "source": "p/0", "prompt_ids": [5, 6], "answer_ids": [7, 8, 9], "finish": "length"}
+    path.write_text(json.dumps({**row, **changes}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "field"),
+    [
+        ({"answer_ids": [7, 8, 7000]}, [], "7000"),
+        ({"prompt_ids": [5, -1]}, [], "-1"),
+        ({"answer_ids": [7]}, [], "rows"),
+        ({}, ["--limit", "-1"], "limit"),
+        ({}, ["--batch", "0"], "batch"),
+    ],
+)
+def test_replay_refuses_rows_and_counts_that_cannot_be(
+    run, tiny_llama_folder, draft_folder, tmp_path, changes, options, field
+):
+    rows = write_rows(tmp_path / "rows.jsonl", **changes)
+    code, _, err = run("replay", "--target", tiny_llama_folder, "--draft", draft_folder, "--rows", rows, *options)
+    assert code == 2
+    assert field in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_replay_refuses_rows_of_another_target(run, tiny_llama_folder, draft_folder, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl.meta.json").write_text(json.dumps({"target": "another"}))
+    code, _, err = run("replay", "--target", tiny_llama_folder, "--draft", draft_folder, "--rows", rows)
+    assert code == 2
+    assert "another" in err
+
+
+def test_a_place_that_cannot_be_written_is_one_line(run, tiny_llama_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
+    code, _, err = run("regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", prompts / "rows")
+    assert code == 2
+    assert str(prompts) in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_recipe_for_a_deeper_target_leaves_nothing_behind(run, tiny_llama_folder, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "made" / "rows.jsonl"
+    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
+    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", out]
+    code, _, err = run(*ask, "--capture", "smollm2-135m")
+    assert code == 2
+    assert "target_layer_ids" in err
+    assert not out.parent.exists()
+
+
+def test_an_undecodable_prompt_is_named(run, tiny_llama_folder):
+    code, _, err = run("generate", "--target", tiny_llama_folder, "--draft", "none", "--prompt", "a\udcff")
+    assert code == 2
+    assert "Unicode" in err

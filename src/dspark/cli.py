@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import torch
 import typer
@@ -23,7 +23,7 @@ from dspark.cli_output import StreamPrinter, acceptance_table, generate, json_re
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import read_prompts
 from dspark.data.regenerate import RegenerateSettings, regenerate
-from dspark.data.rows import detect_loop, read_rows
+from dspark.data.rows import check_ids, detect_loop, read_rows, row_notes
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.decoding.replay import replay
@@ -133,6 +133,7 @@ def regenerate_command(
     recipe = None if capture is None else load_recipe(capture, [])
     taps = () if recipe is None else tuple(recipe.draft["target_layer_ids"])
     loaded = load_target(target, DTYPES[dtype])
+    loaded.check_taps(taps)
     engine = Engine(loaded, None, max_batch=batch, capture_taps=taps)
     writer = None if not taps else FeatureWriter(features_folder(out), loaded, taps, capture_dtype)
     try:
@@ -177,11 +178,20 @@ def replay_command(
     as_json: Annotated[bool, typer.Option("--json", help="Round records of every row as one JSON object.")] = False,
 ) -> None:
     """Acceptance of a draft on rows the target wrote greedily, equal round by round to serving them."""
+    for name, value in (("limit", limit), ("batch", batch)):
+        if value is not None and value < 1:
+            raise DsparkError(name, value, "must be at least 1")
     found = [row for row in read_rows(rows) if len(row.answer_ids) > 1][:limit]
+    if not found:
+        raise DsparkError("rows", str(rows), "holds no answer of two tokens or more, so there is no round to replay")
     sampled = next((row for row in found if row.temperature > 0), None)
     if sampled is not None:
         raise DsparkError("rows", f"row {sampled.id} at temperature {sampled.temperature}", "must be greedy answers")
     loaded, drafted = load_target(target), load_named_draft(draft)
+    check_ids(found, loaded.vocab_size)
+    written_by = row_notes(rows).get("target", loaded.name)
+    if written_by != loaded.name:
+        raise DsparkError("rows", str(rows), f"was written by {written_by!r}, not by {loaded.name!r}")
     proposer = make_proposer(loaded, drafted, n, draft_mode)
     assert isinstance(proposer, DSparkProposer)
     folder = features_folder(rows)
@@ -249,8 +259,14 @@ def main() -> None:
     try:
         app()
     except DsparkError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _refuse(error)
+    except OSError as error:
+        _refuse(DsparkError("file", error.filename, f"{error.strerror or error}; check the path and the free space"))
+
+
+def _refuse(error: DsparkError) -> NoReturn:
+    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

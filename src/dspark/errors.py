@@ -8,4 +8,5 @@ class DsparkError(Exception):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{field} = {value!r}: {remedy}")
+        one_line = " ".join(remedy.split())  # it may quote another library's error
+        super().__init__(f"{field} = {value!r}: {one_line}")

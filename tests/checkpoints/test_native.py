@@ -176,6 +176,9 @@ def test_older_rotary_keys_are_read_and_must_agree(make_draft, tmp_path) -> None
     reconfigure(tmp_path / "draft", rope_theta=200.0)
     with pytest.raises(DsparkError, match="agree"):
         read_config(tmp_path / "draft")
+    for damaged in ({"rope_scaling": [1]}, {"rope_parameters": 5}):
+        with pytest.raises(DsparkError, match=next(iter(damaged))):
+            config_from_json({**json.loads((tmp_path / "draft" / "config.json").read_text()), **damaged})
     reconfigure(tmp_path / "draft", rope_theta=..., rope_parameters=...)
     with pytest.raises(DsparkError, match="rope_parameters"):
         read_config(tmp_path / "draft")

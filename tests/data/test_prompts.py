@@ -86,3 +86,15 @@ def test_demo_prompts_cover_three_kinds():
     prompts = demo_prompts()
     assert [p.id for p in prompts] == [f"{kind}/{i}" for kind in ("maths", "code", "chat") for i in range(5)]
     assert len({p.turns for p in prompts}) == 15
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"id": "a", "turns": ["\\ud800"]}', '{"id": "\\ud800", "turns": ["a"]}', "1" * 5000, "[" * 100_000],
+    ids=["turn", "id", "digits", "brackets"],
+)
+def test_what_no_tokenizer_or_parser_takes_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DsparkError, match=r"prompts\.jsonl:1"):
+        read_prompts(path)

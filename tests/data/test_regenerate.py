@@ -145,7 +145,14 @@ def test_a_file_made_under_other_settings_is_refused(tiny_target, tmp_path):
     _run(tiny_target, out, PROMPTS[:1])
     with pytest.raises(DsparkError, match=r"max_tokens = 8: .* was made with 16"):
         _run(tiny_target, out, PROMPTS[:1], RegenerateSettings(max_tokens=8))
-    (tmp_path / "rows.jsonl.meta.json").unlink()
+    notes = tmp_path / "rows.jsonl.meta.json"
+    notes.write_text(json.dumps({**json.loads(notes.read_text()), "target_dtype": "bfloat16"}))
+    with pytest.raises(DsparkError, match=r"target_dtype = 'float32': .* was made with 'bfloat16'"):
+        _run(tiny_target, out, PROMPTS[:1])
+    notes.write_text("[]")
+    with pytest.raises(DsparkError, match="must hold one JSON object"):
+        _run(tiny_target, out, PROMPTS[:1])
+    notes.unlink()
     with pytest.raises(DsparkError, match="cannot be resumed"):
         _run(tiny_target, out, PROMPTS[:1])
     with pytest.raises(DsparkError, match="is a folder"):

@@ -121,3 +121,13 @@ def test_partial_rotation_leaves_the_rest_alone(fields) -> None:
     out = rotary.rotate(x, cos[:5, None], sin[:5, None])
     assert torch.equal(out[..., 4:], x[..., 4:])
     assert not torch.allclose(out[1:, :, :4], x[1:, :, :4])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"attention_factor": []}, {"beta_fast": "x"}, {"rope_theta": 1}, {"original_max_position_embeddings": 0}]
+)
+def test_values_that_transformers_trips_over_are_one_readable_error(fields, wrong) -> None:
+    parameters = {**GOLDEN["yarn"][0], "rope_theta": 100.0, **wrong}
+    with pytest.raises(DsparkError, match="rope_parameters") as caught:
+        DraftConfig(**fields(rope_parameters=parameters))
+    assert "\n" not in str(caught.value)

@@ -185,6 +185,11 @@ def test_damaged_folders_are_refused(folder: Path, rows: list[Row], tmp_path: Pa
     (folder / entry["shard"]).write_bytes(b"not safetensors")
     with pytest.raises(DsparkError, match="cannot be read"):
         CachedFeatures(folder).get(rows[0])
+    index = CachedFeatures(folder).index
+    for damage in ({"rows": []}, {"rows": {rows[0].id: 3}}, {"taps": None}):
+        (folder / "index.json").write_text(json.dumps({**index, **damage}))
+        with pytest.raises(DsparkError, match="damaged"):
+            CachedFeatures(folder)
     (folder / "index.json").write_text("{")
     with pytest.raises(DsparkError, match="not valid JSON"):
         CachedFeatures(folder)
@@ -198,3 +203,15 @@ def test_a_short_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: p
     assert "9.00 GiB" in told[0] and "10.0 GiB free" in told[0]
     with pytest.raises(DsparkError, match=r"needs 11\.00 GiB"):
         check_disk(tmp_path, 11 * 2**30, told.append)
+
+
+def test_a_writer_with_nothing_new_leaves_the_index_of_another_alone(
+    source: InProcessFeatures, target: TransformersTarget, rows: list[Row], tmp_path: Path
+) -> None:
+    """A second run that is refused must not put back the index it read before the first one wrote its own."""
+    FeatureWriter(tmp_path, target, source.taps).flush()
+    refused = FeatureWriter(tmp_path, target, source.taps)
+    with FeatureWriter(tmp_path, target, source.taps) as writer:
+        writer.add(rows[0], source.get(rows[0]))
+    refused.flush()
+    assert rows[0].id in CachedFeatures(tmp_path)

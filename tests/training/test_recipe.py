@@ -100,3 +100,16 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_a_recipe_survives_its_own_dump(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe()
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+@pytest.mark.parametrize("override", ["training.warmup=.inf", "training.lr=.inf", "training.seed=9223372036854775808"])
+def test_numbers_that_cannot_be_used_are_refused(override: str) -> None:
+    with pytest.raises(DsparkError, match=override.partition("=")[0]):
+        load_recipe("smollm2-135m", [override])
+
+
+def test_a_recipe_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DsparkError, match="UTF-8"):
+        load_recipe(path)

@@ -66,6 +66,14 @@ def test_damaged_states_are_refused(make_recipe: Make, draft: DSparkDraft, rows:
     del saved.tensors["parameter.fc.weight"]
     with pytest.raises(DsparkError, match=r"fc\.weight"):
         saved.restore(draft, optimizer)
+    saved = SavedState(tmp_path)
+    saved.tensors["exp_avg.fc.weight"] = torch.zeros(1)  # AdamW's fused step would read past its end
+    with pytest.raises(DsparkError, match=r"moments of fc\.weight"):
+        saved.restore(draft, optimizer)
+    save_file({"x": torch.zeros(1)}, path, metadata={"format": "1", "run": "[]"})
+    with pytest.raises(DsparkError, match="not a readable state"):
+        SavedState(tmp_path)
+    save_state(tmp_path, draft, optimizer, make_recipe(), data_fingerprint(rows), 1, {}, draft.draft_ids)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DsparkError, match="not a readable state"):
         SavedState(tmp_path)
@@ -147,6 +155,10 @@ def test_the_prompt_recipe_comes_from_the_rows_notes(
     notes.write_text('{"target": "another"}')
     with pytest.raises(DsparkError, match="was written by 'another'"):
         finished_config(recipe, target, rows)
+    for damaged in ("{", "[]"):
+        notes.write_text(damaged)
+        with pytest.raises(DsparkError, match=r"rows\.jsonl\.meta\.json"):
+            finished_config(recipe, target, rows)
     with pytest.raises(DsparkError, match="row ids appear twice"):
         read_training_rows(make_recipe(data={"rows": [str(path), str(path)]}))
 
@@ -173,3 +185,15 @@ def test_the_memory_estimate_counts_what_is_there(
     assert parts["target"] == 4 * sum(p.numel() for p in target.model.parameters())
     more = memory_estimate(make_recipe(anchors_per_row=30), draft, target, rows)
     assert more["activations"] > 5 * parts["activations"] and more["loss"] == 10 * parts["loss"]
+
+
+def test_rows_and_settings_that_cannot_be_trained_on_are_named_before_the_start(
+    make_recipe: Make, target: TransformersTarget, rows: list[Row]
+) -> None:
+    with pytest.raises(DsparkError, match=r"data\.max_length"):
+        finished_config(make_recipe(data={"max_length": 4}), target, rows)
+    with pytest.raises(DsparkError, match=r"training\.replay_n"):
+        finished_config(make_recipe(replay_n=9), target, rows)
+    foreign = rows[0].model_copy(update={"prompt_ids": [5, target.vocab_size]})
+    with pytest.raises(DsparkError, match=f"token id = {target.vocab_size}"):
+        finished_config(make_recipe(), target, [foreign, *rows[1:]])

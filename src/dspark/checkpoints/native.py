@@ -90,6 +90,9 @@ def config_from_json(values: Mapping[str, Any]) -> tuple[DraftConfig, bool]:
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     theta, scaling = values.get("rope_theta"), values.get("rope_scaling")
     stated = values.get("rope_parameters")
+    for name, found in (("rope_scaling", scaling), ("rope_parameters", stated)):
+        if found is not None and not isinstance(found, Mapping):
+            raise DsparkError(name, found, "must be an object, or null")
     older = None
     if theta is not None:
         older = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from dspark.data.prompts import is_unicode
 from dspark.data.rows import Row, check_row, row_id
 from dspark.errors import DsparkError
 
@@ -190,6 +191,8 @@ class ChatRenderer:
             calls = message.get("tool_calls") or []
             if not isinstance(content, str) and not (content is None and calls):
                 raise DsparkError(f"{where}.content", content, "must be a text")
+            if content is not None and not is_unicode(content):
+                raise DsparkError(f"{where}.content", content[:60], "is not Unicode text; write it as UTF-8")
             for number, call in enumerate(calls):
                 wanted.append((f"{where}.tool_calls[{number}]", _call_name(call, f"{where}.tool_calls[{number}]")))
             if message["role"] == "tool":

@@ -69,6 +69,15 @@ def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = 
     return found
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: JSON's \\ud800 and undecodable command-line bytes cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def demo_prompts() -> list[Prompt]:
     """The 15 prompts shipped with dspark: 5 maths, 5 code, 5 chat."""
     text = files("dspark").joinpath("assets/prompts/demo.jsonl").read_text(encoding="utf-8")
@@ -104,6 +113,8 @@ def _parse(line: str, place: str) -> Prompt:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise DsparkError(place, line.strip()[:60], f"is not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise DsparkError(place, line.strip()[:60], f"is no prompt ({error})") from None
     if not isinstance(fields, dict):
         raise DsparkError(place, line.strip()[:60], 'must be an object {"id": "...", "turns": ["..."]}')
     for field in fields:
@@ -120,6 +131,9 @@ def _prompt(identity: Any, turns: Any, place: str) -> Prompt:
     for number, turn in enumerate(turns):
         if not isinstance(turn, str) or not turn.strip():
             raise DsparkError(f"{place}: turns[{number}]", turn, "must be a text that is not blank")
+    for field, text in (("id", identity), *((f"turns[{number}]", turn) for number, turn in enumerate(turns))):
+        if not is_unicode(text):
+            raise DsparkError(f"{place}: {field}", text[:60], "holds half a surrogate pair, which is no character")
     return Prompt(identity, tuple(turns))
 
 

@@ -27,7 +27,7 @@ from dspark import __version__
 from dspark.data.chat import ChatRenderer
 from dspark.data.progress import TokenProgress
 from dspark.data.prompts import Prompt
-from dspark.data.rows import Row, RowSummary, RowWriter, row_id, summarise
+from dspark.data.rows import Row, RowSummary, RowWriter, notes_path, row_id, row_notes, summarise
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, SamplingSettings
 from dspark.errors import DsparkError
@@ -166,7 +166,7 @@ def regenerate(
                 finally:
                     run.report.seconds = progress.seconds
                     meta["summary"] = asdict(run.report.summary)
-                    _write_json(_sidecar(out), meta)
+                    _write_json(notes_path(out), meta)
         return run.report
     finally:
         lock.release()
@@ -302,10 +302,6 @@ class _Run:
         return self.target.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _sidecar(out: Path) -> Path:
-    return out.with_name(out.name + ".meta.json")
-
-
 def _describe(
     target: Target, renderer: ChatRenderer, settings: RegenerateSettings, prompt_files: Sequence[str | Path]
 ) -> dict[str, Any]:
@@ -335,19 +331,16 @@ def _describe(
 
 
 # What must not change within one file; the prompts and the limit on their length may.
-_FIXED = ("format", "target", "stop_ids", "template_sha256", "thinking", "template_variables")
+_FIXED = ("format", "target", "target_dtype", "stop_ids", "template_sha256", "thinking", "template_variables")
 
 
 def _open_sidecar(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Start a new sidecar, or check that the one there was made by the same settings and go on with it."""
-    path = _sidecar(out)
+    path = notes_path(out)
     if out.exists() and out.stat().st_size and not path.exists():
         raise DsparkError("out", str(out), f"exists without its {path.name}, so it cannot be resumed; use another name")
     if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DsparkError("out", str(path), f"is not JSON ({error}); use another name for the rows") from None
+        found = row_notes(out)
         _refuse_changes(found, wanted, out)
         wanted["dropped"] = dict(found.get("dropped", {}))
         wanted["prompt_files"] = {**found.get("prompt_files", {}), **wanted["prompt_files"]}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -122,6 +122,36 @@ def _refuse_duplicates(rows: Iterable[Row], path: Path) -> None:
         if row.id in seen:
             raise DsparkError(f"{path}: id", row.id, "appears twice; row ids must be unique")
         seen.add(row.id)
+
+
+def check_ids(rows: Iterable[Row], vocab_size: int) -> None:
+    """Raises DsparkError naming the first row with a token id that the target does not have."""
+    for row in rows:
+        bad = next((token for token in (min(row.ids), max(row.ids)) if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise DsparkError(f"row {row.id}: token id", bad, f"this target's ids are 0..{vocab_size - 1}; regenerate")
+
+
+def notes_path(path: str | Path) -> Path:
+    """Where `regenerate` notes how a row file was made: beside it, <name>.meta.json."""
+    path = Path(path)
+    return path.with_name(path.name + ".meta.json")
+
+
+def row_notes(path: str | Path) -> dict[str, Any]:
+    """The notes beside a row file, {} when there are none. Raises DsparkError when they cannot be read."""
+    notes = notes_path(path)
+    if not notes.is_file():
+        return {}
+    try:
+        found = json.loads(notes.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DsparkError(
+            "rows", str(notes), f"is not JSON ({error}); regenerate the rows under another name"
+        ) from None
+    if not isinstance(found, dict):
+        raise DsparkError("rows", str(notes), "must hold one JSON object; regenerate the rows under another name")
+    return found
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dspark.decoding.proposers import DSparkProposer
 from dspark.decoding.request import Active, Request, Round
+from dspark.errors import DsparkError
 
 
 class ReplayState:
@@ -42,6 +43,8 @@ def replay(
     rows: (row, taps [T, m * d]) with T >= prompt + answer - 1, the taps being the draft's own, in its order.
     max_context: the target's context, where a round that would cross it is verified less deep, as in serving.
     """
+    if batch < 1:
+        raise DsparkError("batch", batch, "must be at least 1")
     waiting = enumerate(rows)
     running: list[_Walk] = []
     records: dict[int, list[Round]] = {}

@@ -47,7 +47,7 @@ class DraftConfig(BaseModel):
     head_dim: PositiveInt
     intermediate_size: PositiveInt
     hidden_act: StrictStr = "silu"
-    rms_norm_eps: Annotated[float, Field(gt=0)]
+    rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     attention_bias: StrictBool
     max_position_embeddings: PositiveInt
     rope_parameters: dict[str, Any]

@@ -47,7 +47,8 @@ def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
         with torch.device("cpu"):  # also when the modules around it are being built on the meta device
             function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
             frequencies, factor = function(shape, torch.device("cpu"), seq_len=config.max_position_embeddings)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            factor = float(factor)
+    except Exception as error:  # Transformers checks these values in many ways, and some not at all
         raise DsparkError(
             "rope_parameters", config.rope_parameters, f"{rope_type} needs other values: {error}"
         ) from None
@@ -55,7 +56,7 @@ def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
         raise DsparkError(
             "rope_parameters", config.rope_parameters, f"gives no valid frequencies for head_dim {config.head_dim}"
         )
-    return frequencies.float(), float(factor)
+    return frequencies.float(), factor
 
 
 class Rotary:

@@ -154,6 +154,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     needed = {"format", "target", "taps", "hidden_size", "num_layers", "dtype", "pre_norm", "rows"}
     if not isinstance(index, dict) or needed - index.keys() or index["format"] != FORMAT or not index["pre_norm"]:
         raise DsparkError("features", str(path), f"must hold {sorted(needed)}, format {FORMAT}, pre-norm states")
+    rows = index["rows"]
+    whole = isinstance(index["taps"], list) and isinstance(rows, dict)
+    if not whole or not all(isinstance(entry, dict) and {"shard", "tokens"} <= entry.keys() for entry in rows.values()):
+        raise DsparkError("features", str(path), "has damaged taps or rows; remove the folder and capture again")
     return index
 
 
@@ -249,6 +253,8 @@ class FeatureWriter:
             for row_id, f in self._pending.items():
                 self.index["rows"][row_id] = {"shard": name, "tokens": len(f.lse)}
             self._pending, self._pending_bytes = {}, 0
+        elif (self.folder / "index.json").exists():
+            return  # nothing new; another run may have written a newer index since
         temporary = self.folder / "index.json.tmp"
         temporary.write_text(json.dumps(self.index))
         os.replace(temporary, self.folder / "index.json")

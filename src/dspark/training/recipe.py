@@ -20,7 +20,7 @@ from dspark.training.loss import LossSettings
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DataSection(_Section):
@@ -75,8 +75,8 @@ class TrainingSection(_Section):
     warmup: float = Field(default=0.04, ge=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = Field(default=1.0, gt=0.0)
-    seed: int = Field(default=0, ge=0)
+    clip: float = Field(default=1.0, gt=0.0, allow_inf_nan=True)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     loss: LossSection = LossSection()
     loss_chunk: int | None = Field(default=None, ge=1)
@@ -153,7 +153,10 @@ def _recipe_text(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise DsparkError("recipe", name, f"no such file; give a path or one of {', '.join(recipe_names())}")
-    return path.read_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DsparkError("recipe", name, f"is not UTF-8 text ({error.reason}); give a YAML file") from None
 
 
 def _apply(content: dict[str, Any], override: str) -> None:

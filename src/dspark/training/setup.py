@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from dspark.checkpoints.native import load_draft
 from dspark.data.prompts import read_prompts
-from dspark.data.rows import Row, read_rows
+from dspark.data.rows import Row, check_ids, read_rows, row_notes
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
@@ -80,10 +79,9 @@ def prompt_recipe(recipe: Recipe, target: Target) -> dict[str, str | None]:
     """
     stated = dict(recipe.draft_config().prompt_recipe)
     for name in recipe.data.rows:
-        notes = Path(f"{name}.meta.json")
-        if not notes.is_file():
+        found = row_notes(name)
+        if not found:
             continue
-        found = json.loads(notes.read_text())
         if found.get("target") != target.name:
             raise DsparkError("data.rows", name, f"was written by {found.get('target')!r}, not by {target.name!r}")
         for key in stated:
@@ -104,7 +102,13 @@ def finished_config(recipe: Recipe, target: Target, rows: Sequence[Row]) -> Draf
     emitted = {token for row in rows for token in row.answer_ids}
     if config.mask_token_id in emitted | set(target.stop_ids):
         raise DsparkError("draft.mask_token_id", config.mask_token_id, "is a token the target emits; choose another")
-    longest = max(len(cut(row, recipe.data.max_length).ids) for row in rows if trainable(row, recipe.data.max_length))
+    if recipe.training.replay_n is not None and recipe.training.replay_n > config.gamma:
+        raise DsparkError("training.replay_n", recipe.training.replay_n, f"must be 1..{config.gamma}")
+    check_ids(rows, target.vocab_size)
+    limit = recipe.data.max_length
+    longest = max((len(cut(row, limit).ids) for row in rows if trainable(row, limit)), default=0)
+    if not longest:
+        raise DsparkError("data.max_length", limit, f"none of {len(rows)} rows has two answer tokens within it")
     return config.model_copy(update={"training_length": longest, "prompt_recipe": prompt_recipe(recipe, target)})
 
 

@@ -86,14 +86,14 @@ class SavedState:
                 header = file.metadata() or {}
                 self.tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}
             meta = json.loads(header["run"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise DsparkError("training.out", str(self.path), f"is not a readable state ({error})") from error
+            self.recipe: dict[str, Any] = meta["recipe"]
+            self.fingerprint: str = meta["data"]
+            self.step: int = meta["step"]
+            self.best: dict[str, Any] = meta["best"]
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise DsparkError("training.out", str(self.path), f"is not a readable state ({error!r})") from error
         if header.get("format") != FORMAT:
             raise DsparkError("training.out", header.get("format"), f"state format must be {FORMAT}")
-        self.recipe: dict[str, Any] = meta["recipe"]
-        self.fingerprint: str = meta["data"]
-        self.step: int = meta["step"]
-        self.best: dict[str, Any] = meta["best"]
 
     @property
     def draft_ids(self) -> list[int] | None:
@@ -121,6 +121,9 @@ class SavedState:
             with torch.no_grad():
                 parameter.copy_(saved)
             moments = {m: self.tensors[f"{m}.{name}"].clone() for m in MOMENTS if f"{m}.{name}" in self.tensors}
+            shapes = {m: () if m == "step" else tuple(parameter.shape) for m in MOMENTS}
+            if moments and {m: tuple(value.shape) for m, value in moments.items()} != shapes:
+                raise DsparkError("training.out", str(self.path), f"has damaged AdamW moments of {name}")
             if moments:
                 optimizer.state[parameter] = moments
 
