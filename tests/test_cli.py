@@ -78,6 +78,23 @@ def test_json_has_the_named_fields_and_equals_plain(run, tiny_llama_folder, draf
         assert set(answer["rounds"][0]) == {"proposed", "scheduled", "accepted"}
 
 
+def test_a_model_without_a_chat_template_is_given_plain_text(run, tiny_llama_folder, tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in tiny_llama_folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (folder / file.name).write_bytes(file.read_bytes())
+    ask = ["generate", "--target", folder, "--draft", "none", "--prompt", "abc", "--max-tokens", "6", "--json"]
+    code, _, err = run(*ask)
+    assert code == 2
+    assert "none" in err
+    plain, chat = (
+        json.loads(run(*ask, "--target", t, *extra)[1])
+        for t, extra in ((folder, ["--template", "none"]), (tiny_llama_folder, []))
+    )
+    assert plain["token_ids"] != chat["token_ids"]
+
+
 def test_streamed_text_and_summary(run, tiny_llama_folder, draft_folder):
     base = ["generate", "--target", tiny_llama_folder, "--draft", draft_folder, "--prompt", "abc", "--max-tokens", "9"]
     code, out, _ = run(*base)

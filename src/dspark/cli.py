@@ -19,7 +19,15 @@ from dspark import __version__
 from dspark.bench.metrics import Answer, summarise
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.native import read_config
-from dspark.cli_output import StreamPrinter, acceptance_table, generate, json_result, round_record, summary_line
+from dspark.cli_output import (
+    StreamPrinter,
+    acceptance_table,
+    generate,
+    json_result,
+    regenerated_lines,
+    round_record,
+    summary_line,
+)
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import read_prompts
 from dspark.data.regenerate import RegenerateSettings, regenerate
@@ -55,6 +63,9 @@ TargetOption = Annotated[str, typer.Option(help="Model folder, hub name, or the 
 DraftOption = Annotated[str, typer.Option(help="Draft folder, `embedded` (the shipped one), or `none` (plain).")]
 WidthOption = Annotated[int | None, typer.Option("-n", help="Draft tokens a round, 1..gamma (default gamma).")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weights of target and draft; float32 is the fast one on a CPU.")]
+TemplateOption = Annotated[
+    Literal["chat", "none"], typer.Option(help="`none` gives the prompt as plain text, for a model without a template.")
+]
 DraftModeOption = Annotated[
     Literal["block", "prefix"], typer.Option(help="`prefix` runs gamma slots and keeps n: a diagnostic.")
 ]
@@ -86,6 +97,7 @@ def generate_command(
     top_p: Annotated[float, typer.Option(help="Keep the smallest set of this mass.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same ids, with any draft and n.")] = None,
+    template: TemplateOption = "chat",
     dtype: DtypeOption = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
 ) -> None:
@@ -96,7 +108,7 @@ def generate_command(
     loaded = load_target(target, DTYPES[dtype])
     drafted = None if draft == "none" else load_named_draft(draft, DTYPES[dtype])
     engine = Engine(loaded, make_proposer(loaded, drafted, n, draft_mode))
-    ids = ChatRenderer(loaded.tokenizer).prompt_ids([{"role": "user", "content": prompt}])
+    ids = ChatRenderer(loaded.tokenizer, template=template).prompt_ids([{"role": "user", "content": prompt}])
     printer = None if as_json else StreamPrinter(console, loaded.tokenizer)
     answer = generate(engine, Request(ids, max_tokens, sampling), loaded.tokenizer, printer)
     if as_json:
@@ -124,6 +136,7 @@ def regenerate_command(
     seed: Annotated[int, typer.Option(help="Of the sampled answers.")] = 0,
     batch: Annotated[int, typer.Option(help="Requests in flight.")] = 32,
     capture: Annotated[str | None, typer.Option(help="Recipe whose taps are kept beside the rows.")] = None,
+    template: TemplateOption = "chat",
     capture_dtype: Annotated[Dtype, typer.Option(help="Storage of captured states.")] = "bf16",
     dtype: DtypeOption = "fp32",
 ) -> None:
@@ -137,16 +150,18 @@ def regenerate_command(
     engine = Engine(loaded, None, max_batch=batch, capture_taps=taps)
     writer = None if not taps else FeatureWriter(features_folder(out), loaded, taps, capture_dtype)
     try:
-        report = regenerate(engine, loaded, asked, out, settings, sink=writer, prompt_files=[prompts])
+        renderer = ChatRenderer(loaded.tokenizer, template=template)
+        report = regenerate(engine, loaded, asked, out, settings, renderer, writer, [prompts])
     except KeyboardInterrupt:
         errors.print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
     finally:
         if writer is not None:
             writer.flush()
-    if writer is not None:  # rows whose states were still in memory when an earlier run was killed
+    if writer is not None and report.summary.rows:
+        # rows whose states were still in memory when an earlier run was killed
         cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
-    console.print(report)
+    console.print(regenerated_lines(report), markup=False, highlight=False)
 
 
 def features_folder(rows: Path) -> Path:

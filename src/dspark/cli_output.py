@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dspark.bench.detokenise import TextStream, decode
 from dspark.bench.metrics import Acceptance, acceptance_length
+from dspark.data.regenerate import Regenerated
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, Round
 
@@ -128,6 +129,21 @@ def acceptance_table(summary: Acceptance, title: str) -> Table:
     table.add_row("prompts, answers, looping answers", f"{summary.questions}, {summary.requests}, {summary.looping}")
     table.add_row("rounds", f"{summary.rounds}")
     return table
+
+
+def regenerated_lines(report: Regenerated) -> str:
+    """What a regenerate run came to: rows and their ends, what gave no row and why."""
+    s = report.summary
+    lines = [
+        f"{s.rows} rows ({report.new_rows} new): {s.supervised_tokens:,} answer and {s.prompt_tokens:,} prompt tokens",
+        f"answers: {s.stop} ended by themselves, {s.length_cut} cut at the token limit; {s.loops} end in a loop",
+        f"no row: {s.dropped_empty} empty answers, {s.too_long} prompts too long, {s.duplicates} asked already",
+    ]
+    if report.left_out:
+        lines.append(
+            "left out: " + ", ".join(map(str, report.left_out[:8])) + (" ..." if len(report.left_out) > 8 else "")
+        )
+    return "\n".join(lines)
 
 
 def _printable(text: str) -> str:
