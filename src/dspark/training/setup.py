@@ -26,6 +26,7 @@ from dspark.training.features import (
     cache_features,
     verify_features,
 )
+from dspark.training.loss import CHUNK_BYTES
 from dspark.training.recipe import Recipe
 from dspark.training.vocabulary import choose_draft_vocabulary
 
@@ -230,7 +231,9 @@ def memory_estimate(recipe: Recipe, draft: DSparkDraft, target: Target, rows: Se
     scores = c.num_attention_heads * slots * (longest + c.slots(c.gamma)) * 2
     activations = 4 * c.num_hidden_layers * (slots * per_slot + tokens * 2 * kv + scores)
     chunk = min(training.loss_chunk or 10**9, training.rows_per_step * training.anchors_per_row)
-    logits = min(3 * chunk * c.gamma * c.draft_vocab_size * 4, 3 * 28 * 2**20 if training.loss_chunk is None else 2**62)
+    logits = min(
+        4 * chunk * c.gamma * c.draft_vocab_size * 4, 4 * CHUNK_BYTES if training.loss_chunk is None else 2**62
+    )
     return {
         "target": sum(frozen.values()),
         "parameters": 4 * parameters,
