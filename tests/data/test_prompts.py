@@ -27,13 +27,15 @@ def test_folder_is_read_by_name_and_limit_cuts(tmp_path):
     assert [p.id for p in read_prompts(tmp_path, limit=2)] == ["early", "mid"]
 
 
-def test_seeded_limit_is_a_stable_mixture_in_file_order(tmp_path):
+def test_a_seed_gives_a_stable_shuffle_whose_every_beginning_is_a_mixture(tmp_path):
     path = _write(tmp_path / "p.jsonl", *({"id": f"p{i:03d}", "turns": ["x"]} for i in range(200)))
     chosen = [p.id for p in read_prompts(path, limit=20, seed=1)]
-    assert chosen == sorted(chosen) and len(set(chosen)) == 20
+    assert chosen != sorted(chosen) and len(set(chosen)) == 20
+    assert [p.id for p in read_prompts(path, limit=40, seed=1)][:20] == chosen
+    assert sorted(p.id for p in read_prompts(path, seed=1)) == sorted(p.id for p in read_prompts(path))
     assert chosen == [p.id for p in read_prompts(path, limit=20, seed=1)]
     assert chosen != [p.id for p in read_prompts(path, limit=20, seed=2)]
-    assert chosen[-1] > "p020"
+    assert max(chosen) > "p020"
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ HUB_SETS = {
 def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = None) -> list[Prompt]:
     """Prompts of a JSONL file, of every *.jsonl in a folder (by name), or of a public set ("hub:gsm8k").
 
-    A line is {"id": "...", "turns": ["...", ...]}. `limit` keeps the first ones; with a `seed` it keeps a mixture
-    drawn by the hash of (seed, id) instead, in file order.
+    A line is {"id": "...", "turns": ["...", ...]}. `limit` keeps the first ones. A `seed` shuffles all of them
+    first, by the hash of (seed, id), so that any first part of the work (a limit, a run that was stopped) is a mixture.
     Raises DsparkError naming file, line, field and value: unreadable JSON, an unknown or missing field, a blank
     turn, an id used twice.
     """
@@ -58,12 +58,9 @@ def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = 
         raise DsparkError("limit", limit, "must be at least 1")
     source = _hub(str(path)[4:]) if str(path).startswith("hub:") else _folder_or_file(Path(path))
     prompts = _unique(source)
-    if limit is None or seed is None:
-        found = list(prompts if limit is None else islice(prompts, limit))
-    else:
-        every = list(prompts)
-        order = sorted(range(len(every)), key=lambda i: hashlib.sha256(f"{seed}/{every[i].id}".encode()).digest())
-        found = [every[i] for i in sorted(order[:limit])]
+    if seed is not None:
+        prompts = iter(sorted(prompts, key=lambda one: hashlib.sha256(f"{seed}/{one.id}".encode()).digest()))
+    found = list(islice(prompts, limit))
     if not found:
         raise DsparkError("prompts", str(path), "holds no prompt")
     return found
