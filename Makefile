@@ -51,8 +51,9 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# One thread: the tensors of these tests are so small that a second one only gets in the way.
 test: lint ## lint, then every test but the slow ones
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
