@@ -61,7 +61,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 TargetOption = Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")]
 DraftOption = Annotated[str, typer.Option(help="Draft folder, `embedded` (the shipped one), or `none` (plain).")]
-WidthOption = Annotated[int | None, typer.Option("-n", help="Draft tokens a round, 1..gamma (default gamma).")]
+NeededDraftOption = Annotated[str, typer.Option(help="Draft folder, or `embedded` (the shipped one).")]
+WidthOption = Annotated[
+    int | None,
+    typer.Option("-n", help="Draft tokens a round, up to the draft's gamma (the default; 7 for the shipped one)."),
+]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weights of target and draft; float32 is the fast one on a CPU.")]
 TemplateOption = Annotated[
     Literal["chat", "none"], typer.Option(help="`none` gives the prompt as plain text, for a model without a template.")
@@ -114,7 +118,7 @@ def generate_command(
     if as_json:
         print(json.dumps(json_result(answer)))
     else:
-        console.print(summary_line(answer), style="dim")
+        console.print(summary_line(answer), style="dim", soft_wrap=True)
 
 
 @app.command(
@@ -161,7 +165,7 @@ def regenerate_command(
     if writer is not None and report.summary.rows:
         # rows whose states were still in memory when an earlier run was killed
         cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
-    console.print(regenerated_lines(report), markup=False, highlight=False)
+    console.print(regenerated_lines(report) + f"\nwritten to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def features_folder(rows: Path) -> Path:
@@ -172,20 +176,23 @@ def features_folder(rows: Path) -> Path:
 @app.command("train", epilog=example("dspark train smollm2-135m training.steps=2000 training.out=runs/mine"))
 def train_command(
     recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
-    settings: Annotated[list[str] | None, typer.Argument(help="Overrides: section.key=value.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Overrides: section.key=value, e.g. training.lr=1e-3 data.held_out=8.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run in training.out.")] = False,
 ) -> None:
     """Train a draft by a recipe: rows, features, loss, validation by replay, checkpoints."""
     result = run_training(load_recipe(recipe, settings or []), resume=resume, console=console)
     if result.interrupted:
         raise typer.Exit(130)
+    console.print(f"best draft: {result.best} (try: dspark generate --draft {result.best} --prompt ...)", markup=False)
 
 
 @app.command("replay", epilog=example("dspark replay --rows runs/rows.jsonl --draft runs/mine/best -n 7"))
 def replay_command(
     rows: Annotated[Path, typer.Option(help="Rows file; its .features folder is used when it is there.")],
     target: TargetOption = EMBEDDED,
-    draft: DraftOption = EMBEDDED_DRAFT,
+    draft: NeededDraftOption = EMBEDDED_DRAFT,
     n: WidthOption = None,
     draft_mode: DraftModeOption = "block",
     limit: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
@@ -248,7 +255,7 @@ def inspect_command(
 @app.command("demo", epilog=example("dspark demo --out demo.html"))
 def demo_command(
     target: TargetOption = EMBEDDED,
-    draft: DraftOption = EMBEDDED_DRAFT,
+    draft: NeededDraftOption = EMBEDDED_DRAFT,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("demo.html"),
     max_tokens: Annotated[int, typer.Option(help="Answer tokens at most.")] = 64,
 ) -> None:

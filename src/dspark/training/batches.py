@@ -46,7 +46,11 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
         train = [row for row in rows if row.source not in out]
         held = [row for row in rows if row.source in out]
     if not train:
-        raise DsparkError("data.held_out", data.held_out, f"leaves no row to train on ({len(rows)} rows)")
+        raise DsparkError(
+            "data.held_out",
+            data.held_out,
+            f"leaves no row to train on ({len(rows)} rows); hold fewer prompts out, or give more rows",
+        )
     return train, sorted(held, key=lambda row: (hashes[row.source], row.turn, row.id))
 
 
