@@ -133,7 +133,9 @@ def regenerate_command(
     shuffle: Annotated[int | None, typer.Option(help="Seed of their order; without it, file order.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Answer tokens at most; longer answers are cut and marked.")] = 512,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave longer prompts out (counted).")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy; several (0.5,0.7,1.0): each prompt draws one by its id.")
+    ] = "0",
     top_k: Annotated[int, typer.Option()] = 0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     min_p: Annotated[float, typer.Option()] = 0.0,
@@ -145,7 +147,7 @@ def regenerate_command(
     dtype: DtypeOption = "fp32",
 ) -> None:
     """Let the target answer prompts: the only answers a draft should be trained on. Run again to resume."""
-    settings = RegenerateSettings(temperature, top_k, top_p, min_p, seed, max_tokens, max_prompt_tokens)
+    settings = RegenerateSettings(_temperatures(temperature), top_k, top_p, min_p, seed, max_tokens, max_prompt_tokens)
     asked = read_prompts(prompts, limit, shuffle)
     recipe = None if capture is None else load_recipe(capture, [])
     taps = () if recipe is None else tuple(recipe.draft["target_layer_ids"])
@@ -166,6 +168,13 @@ def regenerate_command(
         # rows whose states were still in memory when an earlier run was killed
         cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
     console.print(regenerated_lines(report) + f"\nwritten to {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError:
+        raise DsparkError("temperature", text, "must be a number, or several with commas between them") from None
 
 
 def features_folder(rows: Path) -> Path:

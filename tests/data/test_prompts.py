@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark.data.prompts import demo_prompts, read_prompts
+from dspark.data.prompts import demo_prompts, prompt_hash, read_prompts
 from dspark.errors import DsparkError
 
 
@@ -100,3 +100,11 @@ def test_what_no_tokenizer_or_parser_takes_is_named(tmp_path, line):
     path.write_text(line + "\n")
     with pytest.raises(DsparkError, match=r"prompts\.jsonl:1"):
         read_prompts(path)
+
+
+def test_prompt_hash_sees_through_case_space_and_unicode_form():
+    plain = prompt_hash("Straße in the Café?")
+    assert len(plain) == 16 and int(plain, 16) >= 0
+    assert plain == prompt_hash("  STRASSE in\n\tthe  Cafe\u0301? ") == prompt_hash("straße\u00a0in the caf\u00e9?")
+    assert plain != prompt_hash("Straße in the Cafe?")
+    assert plain != prompt_hash("Straße in the Café")

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import Prompt
+from dspark.data.prompts import Prompt, prompt_hash
 from dspark.data.regenerate import RegenerateSettings, regenerate
-from dspark.data.rows import read_rows
+from dspark.data.rows import read_rows, row_id
 from dspark.decoding.engine import Engine
 from dspark.errors import DsparkError
 
@@ -94,7 +95,7 @@ def test_resume_after_an_interrupt_gives_the_same_file(tiny_target, tmp_path, mo
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_depend_on_neither_batch_nor_order(tiny_target, tmp_path, temperature):
-    settings = RegenerateSettings(temperature=temperature, top_p=0.95, seed=5, max_tokens=12)
+    settings = RegenerateSettings(temperatures=(temperature,), top_p=0.95, seed=5, max_tokens=12)
     _run(tiny_target, tmp_path / "a.jsonl", PROMPTS[:5], settings, batch=1)
     _run(tiny_target, tmp_path / "b.jsonl", PROMPTS[4::-1], settings, batch=4)
     assert _content(tmp_path / "a.jsonl") == _content(tmp_path / "b.jsonl")
@@ -103,7 +104,7 @@ def test_answers_depend_on_neither_batch_nor_order(tiny_target, tmp_path, temper
 def test_another_seed_gives_other_answers(tiny_target, tmp_path):
     answers = []
     for seed in (0, 1):
-        settings = RegenerateSettings(temperature=1.0, seed=seed, max_tokens=12)
+        settings = RegenerateSettings(temperatures=(1.0,), seed=seed, max_tokens=12)
         _run(tiny_target, tmp_path / f"{seed}.jsonl", PROMPTS[:5], settings)
         answers.append([row.answer_ids for row in _content(tmp_path / f"{seed}.jsonl")])
     assert answers[0] != answers[1]
@@ -170,11 +171,83 @@ def test_two_runs_never_write_one_file(tiny_target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}, {"max_prompt_tokens": 0}]
+    ("wrong", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperatures": ()}, "temperature"),
+        ({"temperatures": (0.5, -1.0)}, "temperature"),
+        ({"temperatures": (0.5, float("nan"))}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens"),
+    ],
 )
-def test_settings_out_of_range(wrong):
-    with pytest.raises(DsparkError, match=next(iter(wrong))):
+def test_settings_out_of_range(wrong, field):
+    with pytest.raises(DsparkError) as caught:
         RegenerateSettings(**wrong)
+    assert caught.value.field == field
+
+
+def test_greedy_row_ids_have_not_changed(tiny_target, tmp_path):
+    _run(tiny_target, tmp_path / "rows.jsonl", PROMPTS[:2])
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        assert row.id == row_id(row.prompt_ids, {"temperature": 0.0, "max_tokens": 16})
+
+
+def test_each_prompt_draws_one_temperature_for_all_its_turns(tiny_target, tmp_path):
+    several = RegenerateSettings(temperatures=(0.0, 0.5, 1.0), seed=3, max_tokens=6)
+    drawn = Counter(several.temperature(f"set/{i}") for i in range(600))
+    assert set(drawn) == {0.0, 0.5, 1.0} and min(drawn.values()) > 150
+    assert [several.temperature(p.id) for p in PROMPTS] != [
+        RegenerateSettings(temperatures=(0.0, 0.5, 1.0), seed=4).temperature(p.id) for p in PROMPTS
+    ]
+    talks = [Prompt(f"talk/{i}", (f"Hi {i}", "Again", "Bye")) for i in range(8)]
+    _run(tiny_target, tmp_path / "a.jsonl", talks, several, batch=1)
+    _run(tiny_target, tmp_path / "b.jsonl", talks[::-1], several, batch=5)
+    rows = _content(tmp_path / "a.jsonl")
+    assert rows == _content(tmp_path / "b.jsonl")
+    assert all(row.temperature == several.temperature(row.source) for row in rows)
+    assert {row.temperature for row in rows} == {0.0, 0.5, 1.0}
+    # The other temperatures of the run change nothing about a row.
+    chosen = next(talk for talk in talks if several.temperature(talk.id) == 0.5)
+    _run(tiny_target, tmp_path / "c.jsonl", [chosen], RegenerateSettings((0.5,), seed=3, max_tokens=6))
+    assert _content(tmp_path / "c.jsonl") == [row for row in rows if row.source == chosen.id]
+
+
+def test_resume_wants_the_same_temperatures(tiny_target, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    settings = RegenerateSettings(temperatures=(0.5, 1.0), max_tokens=6)
+    first = _run(tiny_target, out, PROMPTS[:3], settings)
+    again = _run(tiny_target, out, PROMPTS[:5], settings)
+    assert (again.resumed_rows, again.new_rows + again.summary.dropped_empty) == (first.new_rows, 2)
+    with pytest.raises(DsparkError, match=r"temperatures = \[0.5\]: .* was made with \[0.5, 1.0\]"):
+        _run(tiny_target, out, PROMPTS[:3], RegenerateSettings(temperatures=(0.5,), max_tokens=6))
+
+
+def test_a_file_from_before_there_were_several_temperatures_is_gone_on_with(tiny_target, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    _run(tiny_target, out, PROMPTS[:2])
+    notes = tmp_path / "rows.jsonl.meta.json"
+    found = json.loads(notes.read_text())
+    found["settings"]["temperature"] = found["settings"].pop("temperatures")[0]
+    notes.write_text(json.dumps(found))
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    for line in lines:
+        assert len(line.pop("prompt_hash")) == 16
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row.prompt_hash for row in read_rows(out)] == [None, None]
+    assert _run(tiny_target, out, PROMPTS[:3]).resumed_rows == 2
+    found["settings"]["temperature"] = 0.5
+    notes.write_text(json.dumps(found))
+    with pytest.raises(DsparkError, match="temperatures"):
+        _run(tiny_target, out, PROMPTS[:3])
+
+
+def test_rows_carry_the_hash_of_the_turn_they_answer(tiny_target, tmp_path):
+    _run(tiny_target, tmp_path / "rows.jsonl")
+    turns = {(prompt.id, number): text for prompt in PROMPTS for number, text in enumerate(prompt.turns)}
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        assert row.prompt_hash == prompt_hash(turns[_key(row)])
 
 
 def test_prompt_files_are_hashed_by_name(tiny_target, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -73,6 +74,12 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def prompt_hash(text: str) -> str:
+    """16 hex digits that two prompts share when they differ in case, white space or Unicode form alone."""
+    normal = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return hashlib.sha256(normal.encode()).hexdigest()[:16]
 
 
 def demo_prompts() -> list[Prompt]:

@@ -13,7 +13,7 @@ import platform
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from dspark import __version__
 from dspark.data.chat import ChatRenderer
 from dspark.data.progress import TokenProgress
-from dspark.data.prompts import Prompt
+from dspark.data.prompts import Prompt, prompt_hash
 from dspark.data.rows import Row, RowSummary, RowWriter, notes_path, row_id, row_notes, summarise
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, SamplingSettings
@@ -49,11 +49,13 @@ class RegenerateSettings:
     """How the target answers. Sampled answers get a seed of their own each, derived from `seed` and the row's id,
     so that they do not depend on the batch, the order or an interruption.
 
+    temperatures: each prompt, all its turns, draws one of them by the hash of (seed, prompt id); a value given twice
+    is drawn twice as often. 0 is greedy.
     max_tokens: answer tokens at most (longer answers are cut and marked); max_prompt_tokens: longer prompts are
     left out and named (None: whatever fits the target's context).
     """
 
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -62,27 +64,39 @@ class RegenerateSettings:
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.sampling("")  # raises on a value out of range
+        if not self.temperatures:
+            raise DsparkError("temperature", self.temperatures, "need at least one")
+        for temperature in self.temperatures:
+            self.sampling(temperature, "")  # raises on a value out of range
         if self.max_tokens < 1:
             raise DsparkError("max_tokens", self.max_tokens, "must be at least 1")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise DsparkError("max_prompt_tokens", self.max_prompt_tokens, "must be at least 1")
 
-    def sampling(self, identity: str) -> SamplingSettings:
-        """Sampling settings of the row with this id."""
-        base = SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+    def temperature(self, prompt_id: str) -> float:
+        """The temperature at which all turns of this prompt are answered."""
+        digest = hashlib.sha256(f"{self.seed}/temperature/{prompt_id}".encode()).digest()
+        return self.temperatures[int.from_bytes(digest[:8]) % len(self.temperatures)]
+
+    def sampling(self, temperature: float, identity: str) -> SamplingSettings:
+        """Sampling settings, at this temperature, of the row with this id."""
+        base = SamplingSettings(temperature, self.top_k, self.top_p, self.min_p, self.seed)
         if base.greedy:
             return SamplingSettings()
         digest = hashlib.sha256(f"{self.seed}/{identity}".encode()).digest()
-        seed = int.from_bytes(digest[:8]) >> 1
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, seed)
+        return replace(base, seed=int.from_bytes(digest[:8]) >> 1)
 
-    def identity(self) -> dict[str, object]:
-        """The settings that decide an answer, for its row id: a greedy one depends on the token limit alone."""
-        if self.temperature == 0.0:
+    def identity(self, temperature: float) -> dict[str, object]:
+        """The settings that decide an answer at this temperature, for its row id: a greedy one depends on the token
+        limit alone, a sampled one never on the other temperatures there are."""
+        if temperature == 0.0:
             return {"temperature": 0.0, "max_tokens": self.max_tokens}
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
-        return {name: getattr(self, name) for name in names}
+        names = ("top_k", "top_p", "min_p", "seed", "max_tokens")
+        return {"temperature": temperature, **{name: getattr(self, name) for name in names}}
+
+    def record(self) -> dict[str, Any]:
+        """The settings as JSON has them, for the sidecar."""
+        return {**asdict(self), "temperatures": list(self.temperatures)}
 
 
 @dataclass
@@ -106,6 +120,7 @@ class _Conversation:
 
     prompt: Prompt
     turn: int
+    temperature: float
     messages: list[dict[str, str]]
     prompt_ids: list[int] = field(default_factory=list)
     row_id: str = ""
@@ -198,7 +213,8 @@ class _Run:
 
     def serve(self, engine: Engine, prompts: Iterable[Prompt]) -> None:
         for prompt in prompts:
-            self.queue.append(_Conversation(prompt, 0, [{"role": "user", "content": prompt.turns[0]}]))
+            temperature = self.settings.temperature(prompt.id)
+            self.queue.append(_Conversation(prompt, 0, temperature, [{"role": "user", "content": prompt.turns[0]}]))
         # A follow-up turn joins the queue as soon as its answer is there and the engine pulls it into the running
         # batch; those that come after the engine found the queue empty make one more wave.
         while self.queue:
@@ -217,7 +233,7 @@ class _Run:
             conversation = self.queue.popleft()
             if self._must_ask(conversation):
                 submitted.append(conversation)
-                sampling = self.settings.sampling(conversation.row_id)
+                sampling = self.settings.sampling(conversation.temperature, conversation.row_id)
                 yield Request(conversation.prompt_ids, self.settings.max_tokens, sampling, self.target.stop_ids)
 
     def _must_ask(self, conversation: _Conversation) -> bool:
@@ -231,7 +247,7 @@ class _Run:
             self.report.left_out.append(f"{where}: {length} tokens, room for {self.room}")
             self.progress.skip(left)
             return False
-        identity = row_id(conversation.prompt_ids, self.settings.identity())
+        identity = row_id(conversation.prompt_ids, self.settings.identity(conversation.temperature))
         conversation.row_id = identity
         if identity in self.asked:
             self.asked[identity].append(conversation)
@@ -269,7 +285,8 @@ class _Run:
             prompt_ids=conversation.prompt_ids,
             answer_ids=result.output_ids,
             finish=result.finish_reason,
-            temperature=self.settings.temperature,
+            temperature=conversation.temperature,
+            prompt_hash=prompt_hash(conversation.prompt.turns[conversation.turn]),
         )
         others = self.asked.pop(row.id)
         if not self._text(row.text_ids).strip():
@@ -295,7 +312,8 @@ class _Run:
             return
         said = {"role": "assistant", "content": self._text(answer.text_ids)}
         asked = {"role": "user", "content": conversation.prompt.turns[turn]}
-        self.queue.appendleft(_Conversation(conversation.prompt, turn, [*conversation.messages, said, asked]))
+        messages = [*conversation.messages, said, asked]
+        self.queue.appendleft(_Conversation(conversation.prompt, turn, conversation.temperature, messages))
 
     def _text(self, ids: Sequence[int]) -> str:
         # Special tokens stay in: they may be the marks of a tool call or of thinking, which the template wants.
@@ -317,7 +335,7 @@ def _describe(
         "stop_ids": sorted(target.stop_ids),
         **renderer.recipe(),
         "template_variables": renderer.variables,
-        "settings": asdict(settings),
+        "settings": settings.record(),
         "prompt_files": hashes,
         "versions": {
             "dspark": __version__,
@@ -352,7 +370,9 @@ def _refuse_changes(found: Mapping[str, Any], wanted: Mapping[str, Any], out: Pa
     for name in _FIXED:
         if found.get(name) != wanted[name]:
             raise DsparkError(name, wanted[name], f"{out} was made with {found.get(name)!r}; use another file")
-    before = found.get("settings", {})
+    before = dict(found.get("settings", {}))
+    if "temperature" in before:  # files made before there could be several
+        before["temperatures"] = [before.pop("temperature")]
     for name, value in wanted["settings"].items():
         if name != "max_prompt_tokens" and before.get(name) != value:
             raise DsparkError(name, value, f"{out} was made with {before.get(name)!r}; use another file")

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from dspark.errors import DsparkError
@@ -28,6 +28,8 @@ class Row(BaseModel):
     source: the id of the prompt it came from, e.g. "gsm8k-train/17"; turn: 0-based turn of it
     answer_ids: as emitted, up to and including the stop token when finish == "stop";
         finish == "length" rows were cut at the token limit and carry no stop label
+    temperature: at which the answer was sampled, 0 for a greedy one
+    prompt_hash: of the user turn that is answered (prompts.prompt_hash), None in rows made without it
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -39,6 +41,7 @@ class Row(BaseModel):
     answer_ids: list[int]
     finish: Literal["stop", "length"]
     temperature: float = 0.0
+    prompt_hash: str | None = Field(default=None, pattern="^[0-9a-f]{16}$")
 
     @property
     def ids(self) -> list[int]:

@@ -28,7 +28,7 @@ def generator(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def prompt_hash(row: Row) -> float:
+def held_out_draw(row: Row) -> float:
     """A number in [0, 1) that depends on the prompt's id only: all turns of a prompt fall on the same side."""
     return int.from_bytes(hashlib.sha256(row.source.encode()).digest()[:8], "little") / 2**64
 
@@ -38,7 +38,7 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
 
     Raises DsparkError when no row would be left to train on.
     """
-    hashes = {row.source: prompt_hash(row) for row in rows}
+    hashes = {row.source: held_out_draw(row) for row in rows}
     if data.held_out is None:
         train, held = split_held_out(rows, data.validation_share)
     else:
