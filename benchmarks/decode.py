@@ -44,7 +44,6 @@ from dspark.bench.compare import (
     run_question,
     warm_up,
 )
-from dspark.bench.machine import describe_machine
 from dspark.bench.metrics import Acceptance, Interval
 from dspark.bench.passes import measure_passes
 from dspark.checkpoints.builtin import load_named_draft
@@ -54,6 +53,7 @@ from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
+from dspark.machine import describe_machine
 from dspark.targets.base import Target
 from dspark.targets.packed import PackedLinear, pack_linears
 from dspark.targets.transformers import load_target

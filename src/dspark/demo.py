@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dspark.bench.compare import Comparison, Run, build_engines, compare, modes_for, render_questions, warm_up
-from dspark.bench.machine import describe_machine
 from dspark.bench.page import render_page, table_rows, write_page
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, demo_prompts
 from dspark.drafts.dspark import DSparkDraft
+from dspark.machine import describe_machine
 from dspark.targets.base import Target
 
 MAX_TOKENS = 64

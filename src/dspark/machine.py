@@ -20,6 +20,13 @@ def describe_machine() -> dict[str, str]:
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "torch threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.machine()}",
+        **describe_versions(),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Label -> version of what decides the figures: Python, dspark and the libraries under it."""
+    return {
         "python": platform.python_version(),
         "dspark": __version__,
         "torch": torch.__version__,
