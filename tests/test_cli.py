@@ -285,6 +285,44 @@ def test_a_recipe_for_a_deeper_target_leaves_nothing_behind(run, tiny_llama_fold
     assert not out.parent.exists()
 
 
+def test_two_shards_answer_every_prompt_once_at_one_of_the_temperatures(run, tiny_llama_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(12)))
+    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--max-tokens", "4", "--threads", "1"]
+    found = []
+    for part in (0, 1):
+        out = tmp_path / f"{part}.jsonl"
+        code, _, err = run(*ask, "--out", out, "--shard", f"{part}/2", "--temperature", "0.5,1")
+        assert code == 0, err
+        found.append([json.loads(line) for line in out.read_text().splitlines()])
+    assert all(found)
+    rows = [row for part in found for row in part]
+    assert sorted(row["source"] for row in rows) == sorted(f"p/{i}" for i in range(12))
+    assert {row["temperature"] for row in rows} == {0.5, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("shard", "2/2"),
+        ("shard", "1"),
+        ("shard", "-1/2"),
+        ("temperature", "0.5,"),
+        ("temperature", "warm"),
+        ("threads", "0"),
+    ],
+)
+def test_regenerate_refuses_what_it_cannot_split(run, tiny_llama_folder, tmp_path, option, value):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "made" / "rows.jsonl"
+    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
+    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", out]
+    code, _, err = run(*ask, f"--{option}={value}")
+    assert code == 2
+    assert option in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out.parent.exists()
+
+
 def test_an_undecodable_prompt_is_named(run, tiny_llama_folder):
     code, _, err = run("generate", "--target", tiny_llama_folder, "--draft", "none", "--prompt", "a\udcff")
     assert code == 2

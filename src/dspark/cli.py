@@ -29,7 +29,7 @@ from dspark.cli_output import (
     summary_line,
 )
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import read_prompts
+from dspark.data.prompts import read_prompts, shard_prompts
 from dspark.data.regenerate import RegenerateSettings, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows, row_notes
 from dspark.decoding.engine import Engine
@@ -141,6 +141,10 @@ def regenerate_command(
     min_p: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampled answers.")] = 0,
     batch: Annotated[int, typer.Option(help="Requests in flight.")] = 32,
+    shard: Annotated[
+        str | None, typer.Option(help="I/N: only part I = 0..N-1 of the prompts (one --out each).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; left as it is when not given.")] = None,
     capture: Annotated[str | None, typer.Option(help="Recipe whose taps are kept beside the rows.")] = None,
     template: TemplateOption = "chat",
     capture_dtype: Annotated[Dtype, typer.Option(help="Storage of captured states.")] = "bf16",
@@ -149,6 +153,12 @@ def regenerate_command(
     """Let the target answer prompts: the only answers a draft should be trained on. Run again to resume."""
     settings = RegenerateSettings(_temperatures(temperature), top_k, top_p, min_p, seed, max_tokens, max_prompt_tokens)
     asked = read_prompts(prompts, limit, shuffle)
+    if shard is not None:
+        asked = shard_prompts(asked, *_shard(shard))
+    if threads is not None:
+        if threads < 1:
+            raise DsparkError("threads", threads, "must be at least 1")
+        torch.set_num_threads(threads)
     recipe = None if capture is None else load_recipe(capture, [])
     taps = () if recipe is None else tuple(recipe.draft["target_layer_ids"])
     loaded = load_target(target, DTYPES[dtype])
@@ -175,6 +185,13 @@ def _temperatures(text: str) -> tuple[float, ...]:
         return tuple(float(one) for one in text.split(","))
     except ValueError:
         raise DsparkError("temperature", text, "must be a number, or several with commas between them") from None
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise DsparkError("shard", text, "must be I/N with 0 <= I < N, e.g. 0/2 and 1/2")
+    return int(index), int(count)
 
 
 def features_folder(rows: Path) -> Path:

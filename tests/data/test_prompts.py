@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark.data.prompts import demo_prompts, prompt_hash, read_prompts
+from dspark.data.prompts import Prompt, demo_prompts, prompt_hash, read_prompts, shard_prompts
 from dspark.errors import DsparkError
 
 
@@ -108,3 +108,16 @@ def test_prompt_hash_sees_through_case_space_and_unicode_form():
     assert plain == prompt_hash("  STRASSE in\n\tthe  Cafe\u0301? ") == prompt_hash("straße\u00a0in the caf\u00e9?")
     assert plain != prompt_hash("Straße in the Cafe?")
     assert plain != prompt_hash("Straße in the Café")
+
+
+def test_shards_are_disjoint_whole_and_decided_by_the_id_alone():
+    prompts = [Prompt(f"p/{i}", ("x",)) for i in range(300)]
+    parts = [shard_prompts(prompts, index, 3) for index in range(3)]
+    assert sorted((p for part in parts for p in part), key=prompts.index) == prompts
+    assert min(map(len, parts)) > 70
+    assert shard_prompts(prompts[::-1], 1, 3) == parts[1][::-1]
+    assert shard_prompts(prompts[:100], 1, 3) == [p for p in parts[1] if p in prompts[:100]]
+    assert shard_prompts(prompts, 0, 1) == prompts
+    for index, count in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(DsparkError, match="shard"):
+            shard_prompts(prompts, index, count)

@@ -67,6 +67,17 @@ def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = 
     return found
 
 
+def shard_prompts(prompts: Iterable[Prompt], index: int, count: int) -> list[Prompt]:
+    """Part `index` (0-based) of `count`: the prompts whose sha256(id) mod count is `index`, in their order.
+
+    The parts are disjoint and make up the whole; which one a prompt is in depends on its id alone. A part may be
+    empty. Raises DsparkError unless 0 <= index < count.
+    """
+    if not 0 <= index < count:
+        raise DsparkError("shard", f"{index}/{count}", "must be I/N with 0 <= I < N, e.g. 0/2 and 1/2")
+    return [one for one in prompts if int.from_bytes(hashlib.sha256(one.id.encode()).digest()) % count == index]
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text can be written as UTF-8: JSON's \\ud800 and undecodable command-line bytes cannot."""
     try:
