@@ -13,6 +13,7 @@ from rich.text import Text
 from dspark.bench.detokenise import TextStream, decode
 from dspark.bench.metrics import Acceptance, acceptance_length
 from dspark.data.regenerate import Regenerated
+from dspark.data.summary import RowSummary
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, Round
 
@@ -136,14 +137,22 @@ def regenerated_lines(report: Regenerated) -> str:
     s = report.summary
     lines = [
         f"{s.rows} rows ({report.new_rows} new): {s.supervised_tokens:,} answer and {s.prompt_tokens:,} prompt tokens",
-        f"answers: {s.stop} ended by themselves, {s.length_cut} cut at the token limit; {s.loops} end in a loop",
+        f"answers: {s.stop} ended by themselves, {s.length_cut} cut at the token limit; {_looping(s)} end in a loop",
         f"no row: {s.dropped_empty} empty answers, {s.too_long} prompts too long, {s.duplicates} asked already",
     ]
+    by_temperature = {f"temperature {value:g}": one for value, one in report.summaries.by_temperature().items()}
+    for parts in (report.summaries.by_set(), by_temperature):
+        if len(parts) > 1:
+            lines.append("; ".join(f"{name}: {one.rows} rows, {_looping(one)} loop" for name, one in parts.items()))
     if report.left_out:
         lines.append(
             "left out: " + ", ".join(map(str, report.left_out[:8])) + (" ..." if len(report.left_out) > 8 else "")
         )
     return "\n".join(lines)
+
+
+def _looping(counts: RowSummary) -> str:
+    return f"{counts.loops} ({counts.loops / counts.rows:.1%})" if counts.rows else "0"
 
 
 def _printable(text: str) -> str:

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from dspark.cli_output import regenerated_lines
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, prompt_hash
 from dspark.data.regenerate import RegenerateSettings, regenerate
-from dspark.data.rows import read_rows, row_id
+from dspark.data.rows import detect_loop, read_rows, row_id
+from dspark.data.summary import combine
 from dspark.decoding.engine import Engine
 from dspark.errors import DsparkError
 
@@ -139,6 +142,31 @@ def test_empty_answers_are_dropped_counted_and_not_asked_again(tiny_target, tmp_
     monkeypatch.setattr(engine, "run", lambda requests, capture=None: original(asked.extend(requests) or [], capture))
     again = regenerate(engine, tiny_target, PROMPTS, tmp_path / "rows.jsonl", SETTINGS, quiet=True)
     assert not asked and again.summary.dropped_empty == len(PROMPTS)
+
+
+def test_counts_come_by_set_and_temperature_and_add_up(tiny_target, tmp_path):
+    prompts = [*PROMPTS, Prompt("long/0", ("x" * 300,)), Prompt("p/again", ("Question 0?",))]
+    settings = RegenerateSettings(temperatures=(0.0, 1.0), max_tokens=12)
+    done = _run(tiny_target, tmp_path / "rows.jsonl", prompts, settings)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    by_set, by_temperature = done.summaries.by_set(), done.summaries.by_temperature()
+    assert list(by_set) == ["long", "p", "talk"] and list(by_temperature) == [0.0, 1.0]
+    for name, counts in by_set.items():
+        mine = [row for row in rows if row.source.startswith(f"{name}/")]
+        assert counts.rows == len(mine) and counts.supervised_tokens == sum(len(row.answer_ids) for row in mine)
+    for value, counts in by_temperature.items():
+        mine = [row for row in rows if row.temperature == value]
+        assert counts.rows == len(mine) and counts.loops == sum(detect_loop(row.text_ids) for row in mine)
+    assert by_set["long"].too_long == 1 == by_temperature[settings.temperature("long/0")].too_long
+    assert combine(by_set.values()) == combine(by_temperature.values()) == done.summary
+    meta = json.loads((tmp_path / "rows.jsonl.meta.json").read_text())
+    assert meta["summary"] == asdict(done.summary)
+    assert meta["summary_by_set"]["p"] == asdict(by_set["p"])
+    assert meta["summary_by_temperature"]["1"] == asdict(by_temperature[1.0])
+    again = _run(tiny_target, tmp_path / "rows.jsonl", prompts, settings)
+    assert again.summaries.record() == done.summaries.record()
+    shown = regenerated_lines(again)
+    assert f"p: {by_set['p'].rows} rows" in shown and f"temperature 1: {by_temperature[1.0].rows} rows" in shown
 
 
 def test_a_file_made_under_other_settings_is_refused(tiny_target, tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,7 @@ from dspark.data.rows import (
     read_rows,
     row_id,
     split_held_out,
-    summarise,
+    unique_rows,
     write_rows,
 )
 from dspark.errors import DsparkError
@@ -142,8 +144,22 @@ def test_what_is_no_loop():
     assert not detect_loop([1, 2, 3, 4] * 3 + [9, 2, 3, 4])
 
 
-def test_summary_counts():
-    loop = Row(id="l", source="s", prompt_ids=[1], answer_ids=[5] * 4 + [2], finish="stop")
-    summary = summarise([_row("a"), _row("b", answer=4, finish="length"), loop])
-    assert (summary.rows, summary.supervised_tokens, summary.loops) == (3, 11, 1)
-    assert (summary.stop, summary.length_cut) == (2, 1)
+def test_a_row_is_dropped_when_prompt_and_answer_are_both_known():
+    first = _row("a")
+    other_prompt = _row("b", prompt=4)
+    other_answer = _row("c", answer=3)
+    shifted = first.model_copy(update={"id": "d", "prompt_ids": first.ids[:-1], "answer_ids": first.ids[-1:]})
+    again = first.model_copy(update={"id": "e", "source": "else/0", "temperature": 0.5, "finish": "length"})
+    rows = [first, other_prompt, again, other_answer, shifted]
+    assert unique_rows(rows) == [first, other_prompt, other_answer, shifted]
+    assert unique_rows([again, first]) == [again]
+
+
+@pytest.mark.parametrize("value", ["", "0" * 15, "G" * 16, "A" * 16, 7])
+def test_a_prompt_hash_is_16_hex_digits(tmp_path, value):
+    line = json.loads(_row("a").model_dump_json())
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**line, "prompt_hash": "0123456789abcdef"}) + "\n")
+    assert read_rows(tmp_path / "rows.jsonl")[0].prompt_hash == "0123456789abcdef"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**line, "prompt_hash": value}) + "\n")
+    with pytest.raises(DsparkError, match=r"rows\.jsonl:1: prompt_hash"):
+        read_rows(tmp_path / "rows.jsonl")

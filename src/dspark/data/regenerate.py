@@ -27,7 +27,8 @@ from dspark import __version__
 from dspark.data.chat import ChatRenderer
 from dspark.data.progress import TokenProgress
 from dspark.data.prompts import Prompt, prompt_hash
-from dspark.data.rows import Row, RowSummary, RowWriter, notes_path, row_id, row_notes, summarise
+from dspark.data.rows import Row, RowWriter, notes_path, row_id, row_notes
+from dspark.data.summary import RowSummary, Summaries
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, SamplingSettings
 from dspark.errors import DsparkError
@@ -101,17 +102,21 @@ class RegenerateSettings:
 
 @dataclass
 class Regenerated:
-    """What a run did. summary: over the whole file; the rest: of this run.
+    """What a run did. summaries: over the whole file; the rest: of this run.
 
     left_out: one line for each turn that gave no row because its prompt was too long, with the turns after it.
     """
 
-    summary: RowSummary
+    summaries: Summaries
     new_rows: int = 0
     new_tokens: int = 0
     resumed_rows: int = 0
     seconds: float = 0.0
     left_out: list[str] = field(default_factory=list)
+
+    @property
+    def summary(self) -> RowSummary:
+        return self.summaries.total
 
 
 @dataclass
@@ -180,7 +185,7 @@ def regenerate(
                     meta["complete"] = True
                 finally:
                     run.report.seconds = progress.seconds
-                    meta["summary"] = asdict(run.report.summary)
+                    meta.update(run.report.summaries.record())
                     _write_json(notes_path(out), meta)
         return run.report
     finally:
@@ -203,7 +208,7 @@ class _Run:
         self.target, self.renderer, self.settings = target, renderer, settings
         self.writer, self.sink, self.progress = writer, sink, progress
         self.dropped: dict[str, str] = meta["dropped"]
-        self.report = Regenerated(summarise(writer.existing.values()))
+        self.report = Regenerated(Summaries(writer.existing.values()))
         self.answers = {identity: _Answer.of(row) for identity, row in writer.existing.items()}
         writer.existing.clear()
         self.queue: deque[_Conversation] = deque()
@@ -242,7 +247,7 @@ class _Run:
         length = len(conversation.prompt_ids)
         if length > self.room:
             left = len(conversation.prompt.turns) - conversation.turn
-            self.report.summary.too_long += 1
+            self._counts(conversation).too_long += 1
             where = f"{conversation.prompt.id} turn {conversation.turn}"
             self.report.left_out.append(f"{where}: {length} tokens, room for {self.room}")
             self.progress.skip(left)
@@ -261,19 +266,22 @@ class _Run:
         self.asked[identity] = []
         return True
 
+    def _counts(self, conversation: _Conversation) -> RowSummary:
+        return self.report.summaries.cell(conversation.prompt.id, conversation.temperature)
+
     def _known(self, conversation: _Conversation) -> None:
         """The answer is in the file: this turn's own from an earlier run, or that of an equal prompt."""
         answer = self.answers[conversation.row_id]
         if (answer.source, answer.turn) == (conversation.prompt.id, conversation.turn):
             self.report.resumed_rows += 1
         else:
-            self.report.summary.duplicates += 1
+            self._counts(conversation).duplicates += 1
         self.progress.skip()
         self._advance(conversation, answer)
 
     def _empty(self, conversation: _Conversation) -> None:
         """An empty answer gives no row and ends its conversation."""
-        self.report.summary.dropped_empty += 1
+        self._counts(conversation).dropped_empty += 1
         self.progress.skip(len(conversation.prompt.turns) - conversation.turn)
 
     def _finished(self, conversation: _Conversation, result: Result, captured: tuple[Tensor, Tensor] | None) -> None:
@@ -298,7 +306,7 @@ class _Run:
             self.sink.write(row, *captured)
         self.writer.append(row)
         self.answers[row.id] = answer = _Answer.of(row)
-        self.report.summary.add(row)
+        self.report.summaries.add(row)
         self.report.new_rows += 1
         self.report.new_tokens += len(row.answer_ids)
         self.progress.row(len(row.answer_ids))

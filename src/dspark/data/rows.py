@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,19 @@ def _refuse_duplicates(rows: Iterable[Row], path: Path) -> None:
         if row.id in seen:
             raise DsparkError(f"{path}: id", row.id, "appears twice; row ids must be unique")
         seen.add(row.id)
+
+
+def unique_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows, in order, without those whose prompt and answer an earlier one has: a sampled answer may equal the
+    greedy one, and two files may have answered equal prompts."""
+    seen: set[bytes] = set()
+    kept = []
+    for row in rows:
+        content = hashlib.sha256(array("q", [len(row.prompt_ids), *row.ids]).tobytes()).digest()
+        if content not in seen:
+            seen.add(content)
+            kept.append(row)
+    return kept
 
 
 def check_ids(rows: Iterable[Row], vocab_size: int) -> None:
@@ -286,37 +300,3 @@ def detect_loop(ids: Sequence[int]) -> bool:
         if all(tail[i] == tail[i + n] for i in range(n * (LOOP_REPEATS - 1))):
             return True
     return False
-
-
-@dataclass
-class RowSummary:
-    """Counts over a set of rows; sums only, so that two of them add up.
-
-    dropped_empty, too_long and duplicates count prompts that gave no row: the answer was empty, the prompt did not
-    fit, or the same prompt ids were already asked.
-    """
-
-    rows: int = 0
-    prompt_tokens: int = 0
-    supervised_tokens: int = 0
-    stop: int = 0
-    length_cut: int = 0
-    loops: int = 0
-    dropped_empty: int = 0
-    too_long: int = 0
-    duplicates: int = 0
-
-    def add(self, row: Row) -> None:
-        self.rows += 1
-        self.prompt_tokens += len(row.prompt_ids)
-        self.supervised_tokens += len(row.answer_ids)
-        self.stop += row.finish == "stop"
-        self.length_cut += row.finish == "length"
-        self.loops += detect_loop(row.text_ids)
-
-
-def summarise(rows: Iterable[Row]) -> RowSummary:
-    summary = RowSummary()
-    for row in rows:
-        summary.add(row)
-    return summary
