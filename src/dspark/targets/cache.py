@@ -47,9 +47,9 @@ class RequestCache:
         if held_k is None or held_v is None:
             held_k = self.keys[layer] = keys.new_empty(1, keys.shape[1], self.capacity, keys.shape[3])
             held_v = self.values[layer] = values.new_empty(1, values.shape[1], self.capacity, values.shape[3])
-        stop = start + keys.shape[2]
-        held_k[:, :, start:stop] = keys
-        held_v[:, :, start:stop] = values
+        count = keys.shape[2]
+        held_k.narrow(2, start, count).copy_(keys)
+        held_v.narrow(2, start, count).copy_(values)
 
 
 @dataclass
@@ -101,9 +101,10 @@ class RaggedCache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Write keys, values [1, kv_heads, rows, head_dim] at per-request offsets; attention reads them in place."""
-        for s in self.segments:
-            rows = slice(s.row, s.row + s.count)
-            s.cache.write(layer_idx, s.start, keys[:, :, rows], values[:, :, rows])
+        counts = [s.count for s in self.segments]
+        parts = zip(self.segments, keys.split(counts, dim=2), values.split(counts, dim=2), strict=True)
+        for s, new_keys, new_values in parts:
+            s.cache.write(layer_idx, s.start, new_keys, new_values)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -140,12 +141,11 @@ def ragged_attention(
         raise DsparkError("target", type(module).__name__, f"{lacks}, so it cannot be run here; use another target")
     layer: int = module.layer_idx  # type: ignore[assignment]
     parts = []
-    for s in ragged.segments:
+    for s, q in zip(ragged.segments, query.split([s.count for s in ragged.segments], dim=2), strict=True):
         end = s.start + s.count
         held_k, held_v = s.cache.keys[layer], s.cache.values[layer]
         assert held_k is not None and held_v is not None  # update() ran just before
-        q = query[:, :, s.row : s.row + s.count]
-        k, v = held_k[:, :, :end], held_v[:, :, :end]
+        k, v = held_k.narrow(2, 0, end), held_v.narrow(2, 0, end)
         mask = s.mask(sliding_window, q.device)
         if softcap is None:
             parts.append(_attend(q, k, v, mask, scaling))

@@ -2,17 +2,14 @@
 
 `F.linear` leaves the weight in its plain layout, which costs twice as much for 8 rows as for 1 (the embedded
 target, float32, two threads). Packed once, 8 rows cost about what 1 row costs, and that is the condition under
-which speculation pays on a CPU. The plain weight stays beside it, for passes of many rows.
+which speculation pays on a CPU. Passes of many rows (a prompt, a batch) are as fast packed or faster, by the
+processor: `benchmarks/decode.py --linear`. The plain weight stays beside it for whoever reads weights.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-MAX_PACKED_ROWS = 32
-"""Above this many rows a plain matrix product is as fast (measured: `benchmarks/decode.py --linear`)."""
 
 
 def packing_available() -> bool:
@@ -31,8 +28,6 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() > MAX_PACKED_ROWS * self.in_features:
-            return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
