@@ -51,7 +51,24 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
             data.held_out,
             f"leaves no row to train on ({len(rows)} rows); hold fewer prompts out, or give more rows",
         )
+    train = _chosen_rows(train, data)
     return train, sorted(held, key=lambda row: (hashes[row.source], row.turn, row.id))
+
+
+def _chosen_rows(train: list[Row], data: DataSection) -> list[Row]:
+    """What `data.answers` and `data.training_rows` leave of the training rows, in their order."""
+    if data.answers != "all":
+        kept = [row for row in train if (row.temperature == 0.0) == (data.answers == "greedy")]
+        if not kept:
+            raise DsparkError("data.answers", data.answers, f"none of {len(train)} training rows is {data.answers}")
+        train = kept
+    if data.training_rows is None:
+        return train
+    if data.training_rows > len(train):
+        raise DsparkError("data.training_rows", data.training_rows, f"there are {len(train)} rows; ask for fewer")
+    draws = {row.id: hashlib.sha256(row.id.encode()).digest() for row in train}
+    kept_ids = set(sorted(draws, key=lambda row_id: draws[row_id])[: data.training_rows])
+    return [row for row in train if row.id in kept_ids]
 
 
 def trainable(row: Row, max_length: int) -> bool:
@@ -89,8 +106,20 @@ class MicroBatch:
     scale: float
 
 
-def make_plan(rows: Sequence[Row], anchors_per_row: int, gamma: int, source: torch.Generator) -> MicroPlan:
-    """Pack rows and draw up to `anchors_per_row` anchors in each (docs/method.md section 3)."""
+def block_width(training: TrainingSection, gamma: int, step: int, micro: int) -> int:
+    """Predictions of a micro-batch's blocks: one of `training.block_widths`, drawn by (seed, step, micro), else gamma.
+
+    Serving n tokens runs blocks of n slots, which see fewer masks beside them than the first n of gamma slots do.
+    """
+    widths = training.block_widths
+    if widths is None:
+        return gamma
+    source = generator(training.seed, "width", step, micro)
+    return widths[int(torch.randint(len(widths), (1,), generator=source))]
+
+
+def make_plan(rows: Sequence[Row], anchors_per_row: int, width: int, source: torch.Generator) -> MicroPlan:
+    """Pack rows and draw up to `anchors_per_row` anchors in each (docs/method.md section 3), of `width` slots."""
     packed = pack(rows)
     chosen, start = [], 0
     for row in rows:
@@ -98,7 +127,7 @@ def make_plan(rows: Sequence[Row], anchors_per_row: int, gamma: int, source: tor
         picked = select_anchors(packed.loss_mask[piece], packed.document_ids[piece], anchors_per_row, source)
         chosen.append(picked + start)
         start = piece.stop
-    anchors = build_anchor_batch(packed.ids, packed.loss_mask, packed.document_ids, torch.cat(chosen), gamma)
+    anchors = build_anchor_batch(packed.ids, packed.loss_mask, packed.document_ids, torch.cat(chosen), width)
     return MicroPlan(list(rows), packed, anchors)
 
 
@@ -149,7 +178,8 @@ class Batches:
             whole = self.full_rows(step, micro)
             source = generator(self.training.seed, "anchors", step, micro)
             cut_rows = [cut(row, self.max_length) for row in whole]
-            plan = make_plan(cut_rows, self.training.anchors_per_row, self.gamma, source)
+            width = block_width(self.training, self.gamma, step, micro)
+            plan = make_plan(cut_rows, self.training.anchors_per_row, width, source)
             weight += float(slot_weights(plan.anchors.mask, self.training.loss.decay).double().sum())
             wholes.append(whole)
             plans.append(plan)

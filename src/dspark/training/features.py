@@ -92,12 +92,17 @@ def log_sum_exp(target: Target, last_hidden: Tensor, start: int = 0) -> Tensor:
 
 
 class CachedFeatures:
-    """Features written to disk before. `expect` checks that they belong to this target and these taps."""
+    """Features written to disk before. `expect` checks that they belong to this target and have these taps.
+
+    `get` gives the taps that are stored, after `expect` those that were expected: some of the stored ones in any order,
+    and the last layer, whose output is the last hidden state and so always there.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
-        self.taps: tuple[int, ...] = tuple(self.index["taps"])
+        self.stored: tuple[int, ...] = tuple(self.index["taps"])
+        self.taps = self.stored
         self._shards: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -105,11 +110,23 @@ class CachedFeatures:
         return row_id in self.index["rows"]
 
     def expect(self, target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> None:
-        """Raises DsparkError naming the first thing that differs."""
-        wanted = _signature(target_name, taps, hidden_size, num_layers)
+        """Choose what `get` gives. Raises DsparkError naming the first thing that differs, or the taps it lacks."""
+        wanted = _signature(target_name, self.stored, hidden_size, num_layers)
         for field, value in wanted.items():
             if self.index[field] != value:
                 raise DsparkError(f"features.{field}", self.index[field], f"{self.folder} must have {value!r}")
+        missing = [tap for tap in taps if tap not in self.stored and tap != num_layers - 1]
+        if missing:
+            raise DsparkError("features.taps", list(self.stored), f"{self.folder} lacks taps {missing}; capture again")
+        self.taps = tuple(taps)
+
+    def _chosen(self, stored: Tensor, last_hidden: Tensor) -> Tensor:
+        """The columns of `self.taps` among those of the stored ones: [T, stored * d] -> [T, m * d]."""
+        if self.taps == self.stored:
+            return stored
+        width = last_hidden.shape[-1]
+        columns = dict(zip(self.stored, stored.split(width, dim=-1), strict=True))
+        return torch.cat([columns.get(tap, last_hidden) for tap in self.taps], dim=-1)
 
     def _shard(self, name: str) -> Any:
         with self._lock:
@@ -132,10 +149,10 @@ class CachedFeatures:
             )
         shard = self._shard(entry["shard"])
         try:
-            parts = [shard.get_tensor(f"{row.id}.{part}") for part in ("taps", "last_hidden", "lse")]
+            taps, last, lse = [shard.get_tensor(f"{row.id}.{part}") for part in ("taps", "last_hidden", "lse")]
         except SafetensorError as error:
             raise DsparkError("features", row.id, f"is not in {entry['shard']} ({error}); capture again") from error
-        return Features(*parts)
+        return Features(self._chosen(taps, last), last, lse)
 
 
 def _signature(target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ closed form, and p is computed once per distinct label position of the chunk, no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,12 @@ class LossStats:
             raise DsparkError("gamma", (self.gamma, other.gamma), "statistics of different block widths do not add up")
         names = [f.name for f in fields(self) if f.name != "gamma"]
         return LossStats(self.gamma, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def widened(self, gamma: int) -> LossStats:
+        """The same sums with `gamma` slots, those past the blocks' own width empty: they add up with wider blocks'."""
+        by_slot = (self.accepted, self.slots, self.survival)
+        accepted, slots, survival = (F.pad(sums, (0, gamma - self.gamma)) for sums in by_slot)
+        return replace(self, gamma=gamma, accepted=accepted, slots=slots, survival=survival)
 
     def metrics(self) -> dict[str, float]:
         """The ratios a log shows: means over weights, slots or blocks. Empty when nothing was supervised."""

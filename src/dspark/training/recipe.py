@@ -24,23 +24,27 @@ class _Section(BaseModel):
 
 
 class DataSection(_Section):
-    """rows: row files (JSONL). features: folder of cached features (the rows it lacks are computed first, stored as
-    `features_dtype`), None = the target runs in process at every step.
+    """rows: row files (JSONL). features: folder of cached features, or several (rows in none of them are computed into
+    the first, stored as `features_dtype`), None = the target runs in process at every step.
 
     Held out, by hash of the prompt's id so that all turns of a prompt stay on one side: `held_out` prompts, or
     `validation_share` of them when `held_out` is None. Rows longer than `max_length` tokens are cut.
+    answers: which rows are trained on, by the temperature they were written at; held-out rows stay as they are.
+    training_rows: train on that many of them only, chosen by hash of their ids.
     vocabulary_prompts: a prompts file or folder whose words fill up a reduced vocabulary that the answers do not.
     """
 
     rows: tuple[str, ...] = ()
-    features: str | None = None
+    features: tuple[str, ...] | None = None
     features_dtype: Literal["bf16", "fp32"] = "bf16"
     held_out: int | None = Field(default=None, ge=0)
     validation_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_length: int = Field(default=2048, ge=4)
+    answers: Literal["all", "greedy", "sampled"] = "all"
+    training_rows: int | None = Field(default=None, ge=1)
     vocabulary_prompts: str | None = None
 
-    @field_validator("rows", mode="before")
+    @field_validator("rows", "features", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
@@ -64,6 +68,10 @@ class TrainingSection(_Section):
 
     warmup: share of the steps when < 1, else steps. init: `random`, `target-layers` (the target's last decoder
     layers) or the folder of a draft. 0 for validate_every or save_every means: at the end only.
+    init_vocabulary: with the folder of a draft, `keep` its reduced vocabulary, or `recount` one in these rows (of
+    another size too): the ids in both keep what was learned, the others start afresh.
+    markov_init: `default`, or `bigram` for the log-odds of the answers' bigrams (training/bigrams.py).
+    block_widths: each micro-batch trains blocks of one of these widths, drawn anew; None = always gamma.
     """
 
     steps: int = Field(default=4000, ge=1)
@@ -88,6 +96,9 @@ class TrainingSection(_Section):
     save_every: int = Field(default=500, ge=0)
     out: str = "runs/draft"
     init: str = "random"
+    init_vocabulary: Literal["keep", "recount"] = "keep"
+    markov_init: Literal["default", "bigram"] = "default"
+    block_widths: tuple[int, ...] | None = Field(default=None, min_length=1)
 
     @field_validator("betas")
     @classmethod
@@ -116,6 +127,22 @@ class Recipe(_Section):
         except DsparkError as error:
             raise DsparkError(f"draft.{error.field}", error.value, error.remedy) from None
 
+    def check(self) -> None:
+        """Raises DsparkError naming a setting of the training that this draft cannot have."""
+        config, training = self.draft_config(), self.training
+        for field, widths in (("replay_n", (training.replay_n,)), ("block_widths", training.block_widths)):
+            if any(width is not None and not 1 <= width <= config.gamma for width in widths or ()):
+                raise DsparkError(f"training.{field}", getattr(training, field), f"must be 1..{config.gamma}")
+        if training.markov_init == "bigram":
+            if not config.markov_rank or config.markov_head_type != "vanilla":
+                head = f"a {config.markov_head_type} head of rank {config.markov_rank}"
+                raise DsparkError(
+                    "training.markov_init", "bigram", f"needs a vanilla Markov head, the draft has {head}"
+                )
+            if training.init not in ("random", "target-layers"):
+                remedy = f"would undo the Markov head of the draft in {training.init}; use default"
+                raise DsparkError("training.markov_init", "bigram", remedy)
+
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with the package."""
@@ -142,7 +169,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise _readable(error) from None
-    recipe.draft_config()
+    recipe.check()
     return recipe
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,9 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.training.batches import cut, trainable
-from dspark.training.features import (
-    CachedFeatures,
-    FeatureSource,
-    FeatureWriter,
-    InProcessFeatures,
-    cache_features,
-    verify_features,
-)
+from dspark.training.bigrams import start_from_bigrams
+from dspark.training.features import FeatureSource, InProcessFeatures, verify_features
+from dspark.training.folders import open_folders
 from dspark.training.loss import CHUNK_BYTES
 from dspark.training.recipe import Recipe
 from dspark.training.vocabulary import choose_draft_vocabulary
@@ -48,23 +42,14 @@ def read_training_rows(recipe: Recipe) -> list[Row]:
 
 
 def open_features(recipe: Recipe, target: Target, rows: Sequence[Row], say: Say) -> FeatureSource:
-    """The recipe's feature folder (checked, and completed by the rows it lacks), else the target in process.
+    """The recipe's feature folders (checked, and completed by the rows they lack), else the target in process.
 
     Either way the captured states of two rows must rebuild the target's logits before anything is trained.
     """
     taps = tuple(recipe.draft_config().target_layer_ids)
-    live = InProcessFeatures(target, taps)
-    source: FeatureSource = live
-    if recipe.data.features is not None:
-        folder = Path(recipe.data.features)
-        if (folder / "index.json").exists():
-            CachedFeatures(folder).expect(target.name, taps, target.hidden_size, target.num_layers)
-            dtype = CachedFeatures(folder).index["dtype"]
-        else:
-            dtype = recipe.data.features_dtype
-        with FeatureWriter(folder, target, taps, dtype) as writer:
-            cache_features(live, rows, writer, say)
-        source = CachedFeatures(folder)
+    source: FeatureSource = InProcessFeatures(target, taps)
+    if recipe.data.features:
+        source = open_folders(recipe.data.features, target, taps, recipe.data.features_dtype, rows, say)
     checked = {row.id: row for row in (rows[0], max(rows, key=lambda row: len(row.ids)))}
     for row in checked.values():
         errors = verify_features(target, row, source.get(row), taps)
@@ -103,8 +88,7 @@ def finished_config(recipe: Recipe, target: Target, rows: Sequence[Row]) -> Draf
     emitted = {token for row in rows for token in row.answer_ids}
     if config.mask_token_id in emitted | set(target.stop_ids):
         raise DsparkError("draft.mask_token_id", config.mask_token_id, "is a token the target emits; choose another")
-    if recipe.training.replay_n is not None and recipe.training.replay_n > config.gamma:
-        raise DsparkError("training.replay_n", recipe.training.replay_n, f"must be 1..{config.gamma}")
+    recipe.check()
     check_ids(rows, target.vocab_size)
     limit = recipe.data.max_length
     longest = max((len(cut(row, limit).ids) for row in rows if trainable(row, limit)), default=0)
@@ -118,15 +102,18 @@ def build_draft(
 ) -> DSparkDraft:
     """A draft with its first weights (`training.init`), its vocabulary, and the target's embedding and head.
 
-    draft_ids: the map of a saved run; it and the map of an init draft are reused as they are.
+    draft_ids: the map of a saved run; it and, unless `training.init_vocabulary` is recount, the map of an init draft
+    are reused as they are.
     """
-    init = recipe.training.init
+    init, recount = recipe.training.init, recipe.training.init_vocabulary == "recount"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.training.seed)
         draft = DSparkDraft(config)
     given = load_draft(init) if init not in ("random", "target-layers") else None
+    if given is not None:
+        _check_same_kind(given.config, config, PROVENANCE | ({"draft_vocab_size"} if recount else set()))
     if config.reduced:
-        if draft_ids is None and given is not None:
+        if draft_ids is None and given is not None and not recount:
             draft_ids = given.draft_ids.tolist()
         if draft_ids is None:
             draft_ids = choose_draft_vocabulary(
@@ -134,17 +121,38 @@ def build_draft(
             )
         draft.set_vocabulary(draft_ids)
     if given is not None:
-        _check_same_kind(given.config, config)
-        copied = dict(given.named_parameters())
-        with torch.no_grad():
-            for name, parameter in draft.named_parameters():
-                parameter.copy_(copied[name])
+        shared = copy_draft(given, draft)
         say(f"first weights from the draft in {init}")
+        if recount:
+            new = config.draft_vocab_size - shared
+            gone = given.config.draft_vocab_size - shared
+            say(f"draft vocabulary: {shared} ids as in {init}, {new} new ones, {gone} of its own left out")
     elif init == "target-layers":
         copied_names = copy_target_layers(draft, target)
         say(f"first weights from the target's last {config.num_hidden_layers} layers ({len(copied_names)} tensors)")
+    if recipe.training.markov_init == "bigram":
+        say(start_from_bigrams(draft, rows))
     draft.bind(target.embedding_weight.detach(), target.head_weight.detach())
     return draft
+
+
+@torch.no_grad()
+def copy_draft(given: DSparkDraft, draft: DSparkDraft) -> int:
+    """Take over all weights of a draft of the same kind, whose reduced vocabulary may be another one.
+
+    Rows of W2 follow their target ids; those of ids that `given` has not keep what they are. Returns the shared ids.
+    """
+    place = torch.full((draft.config.vocab_size,), -1)
+    place[given.draft_ids] = torch.arange(given.config.draft_vocab_size)
+    source = place[draft.draft_ids]
+    kept = source >= 0
+    copied = dict(given.named_parameters())
+    for name, parameter in draft.named_parameters():
+        if name == "markov_head.markov_w2.weight":
+            parameter[kept] = copied[name][source[kept]]
+        else:
+            parameter.copy_(copied[name])
+    return int(kept.sum())
 
 
 def prompt_texts(recipe: Recipe, target: Target) -> list[list[int]]:
@@ -154,10 +162,10 @@ def prompt_texts(recipe: Recipe, target: Target) -> list[list[int]]:
     return [target.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
 
 
-def _check_same_kind(given: DraftConfig, wanted: DraftConfig) -> None:
+def _check_same_kind(given: DraftConfig, wanted: DraftConfig, free: set[str]) -> None:
     mine, theirs = wanted.model_dump(), given.model_dump()
     for field, value in mine.items():
-        if field not in PROVENANCE and theirs[field] != value:
+        if field not in free and theirs[field] != value:
             remedy = f"the draft named by training.init has {theirs[field]!r}; the recipe must say the same"
             raise DsparkError(f"draft.{field}", value, remedy)
 

@@ -51,15 +51,20 @@ def micro_loss(
     scale: float,
     backward: bool,
 ) -> LossStats:
-    """Forward (and backward) of one packed row; taps [S, m * d], last_hidden [S, d], lse [S]."""
+    """Forward (and backward) of one packed row; taps [S, m * d], last_hidden [S, d], lse [S].
+
+    The blocks are as wide as the plan's; the sums have gamma slots whatever their width.
+    """
     anchors, training = plan.anchors, recipe.training
+    width = anchors.labels.shape[1]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=training.compute_dtype == "bf16"):
         hidden = draft.train_hidden(
-            taps, plan.packed.positions, anchors.anchor_index, anchors.anchor_ids, anchors.doc_start, draft.config.gamma
+            taps, plan.packed.positions, anchors.anchor_index, anchors.anchor_ids, anchors.doc_start, width
         )
         log_p = target_log_p(target, draft, last_hidden, lse)
         settings, chunk = training.loss.settings(), training.loss_chunk
-        return loss_and_backward(draft, hidden, anchors, log_p, settings, scale, chunk=chunk, backward=backward)
+        stats = loss_and_backward(draft, hidden, anchors, log_p, settings, scale, chunk=chunk, backward=backward)
+    return stats.widened(draft.config.gamma)
 
 
 def replay_acceptance(rows: Sequence[Row], records: Sequence[Sequence[Round]]) -> tuple[float, list[float]]:
