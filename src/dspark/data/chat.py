@@ -68,6 +68,15 @@ class ChatRenderer:
             raise DsparkError("prompt", messages[-1].get("content"), "renders to no token at all")
         return ids
 
+    def user_turn_start(self) -> str:
+        """The rendered text before the words of a first user turn. Raises DsparkError when the template alters them."""
+        mark = "<<the user's words>>"
+        text = self._render([{"role": "user", "content": mark}], None, answer_next=True)
+        head, found, _ = text.partition(mark)
+        if not found:
+            raise DsparkError("template", text[:60], "does not show the user's words as they are")
+        return head
+
     def supervised_rows(
         self,
         messages: Sequence[Message],
