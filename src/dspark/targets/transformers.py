@@ -80,6 +80,7 @@ class TransformersTarget:
         if packed:
             pack_linears(model)
             self._head_module = model.get_output_embeddings()
+        self._head_part: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._taken: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         for index, layer in enumerate(self._decoder.layers):
@@ -102,8 +103,10 @@ class TransformersTarget:
         normed = self._decoder.norm(hidden.to(self.dtype))
         if rows is None:
             return self._finish(self._head_module(normed))
-        bias = getattr(self._head_module, "bias", None)
-        return self._finish(nn.functional.linear(normed, self.head_weight[rows], None if bias is None else bias[rows]))
+        if self._head_part is None or not torch.equal(self._head_part[0], rows):  # a run asks for the same ones always
+            bias = getattr(self._head_module, "bias", None)
+            self._head_part = rows, self.head_weight[rows], None if bias is None else bias[rows]
+        return self._finish(nn.functional.linear(normed, *self._head_part[1:]))
 
     def _finish(self, logits: Tensor) -> Tensor:
         if self._logit_scale != 1.0:

@@ -1,0 +1,389 @@
+"""The model card of a draft folder: README.md, made from its config, its training.json and what was measured.
+
+    python -m dspark.checkpoints.card FOLDER [--measured decode.json]
+
+decode.json is what `benchmarks/decode.py` prints. What is not known is said to be not recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, read_config
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.inspect import parameter_counts
+from dspark.errors import DsparkError
+
+Json = Mapping[str, Any]
+UNKNOWN = "not recorded"
+
+
+def model_card(config: DraftConfig, training: Json | None, measured: Json | None) -> str:
+    """The whole README.md. training: training.json; measured: decode.json; None: there is none.
+
+    Raises DsparkError when `measured` belongs to another draft.
+    """
+    total = parameter_counts(config)["total"]
+    if measured is not None and (found := dig(measured, "settings", "draft_parameters")) != total:
+        raise DsparkError("measured", found, f"are the parameters of another draft; this one has {total}")
+    sections = [
+        _head(config),
+        _architecture(config),
+        _data(training),
+        _training(training),
+        _measured(measured),
+        _limits(config, training, measured),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def dig(value: Any, *keys: str) -> Any:
+    """value[key][key]..., None where one is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def said(value: Any, form: str = "") -> str:
+    """A value as text; None is `not recorded`, a path is its last name."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name
+    if isinstance(value, (list, tuple)):
+        return ", ".join(said(one) for one in value)
+    return format(value, form)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> str:
+    return table(("", ""), rows)
+
+
+def _head(config: DraftConfig) -> str:
+    target = said(config.target_name)
+    kind = "DSpark" if config.markov_rank or config.enable_confidence_head else "DFlash"
+    return f"""---
+license: apache-2.0
+base_model: {json.dumps(target)}
+tags:
+- dspark
+- speculative-decoding
+---
+# {kind} draft for {target}
+
+A draft for speculative decoding: each round it proposes up to {config.gamma} tokens, `{target}` checks them in one pass
+and keeps those it agrees with. The output is the target's own; the draft decides only how fast it comes.
+
+```
+dspark generate --draft FOLDER --target {target} --prompt "What is 12 * 3?"
+dspark demo --draft FOLDER --target {target}
+```
+FOLDER is this folder: `config.json`, `model.safetensors`, and, where recorded, `{TRAINING_FILE}` (how it was made) and
+`{PROMPTS_FILE}` (hashes of the prompts it was trained on)."""
+
+
+def _architecture(config: DraftConfig) -> str:
+    counts = parameter_counts(config)
+    layout = "anchor-first" if config.sample_from_anchor else "bonus-anchor"
+    layers = ", ".join(f"{config.layer_types.count(kind)} {kind}" for kind in dict.fromkeys(config.layer_types))
+    markov = f"{config.markov_head_type} Markov of rank {config.markov_rank}" if config.markov_rank else "no Markov"
+    with_markov = " with Markov part" if config.confidence_head_with_markov else ""
+    confidence = f"confidence{with_markov}" if config.enable_confidence_head else "no confidence"
+    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name != "total" and count)
+    rope = config.rope_parameters
+    return "## Architecture\n" + _facts(
+        [
+            ("predictions a block", f"{config.gamma} ({layout})"),
+            ("layers", f"{layers}; sliding window {said(config.sliding_window) if config.sliding_window else 'none'}"),
+            ("width", f"{config.hidden_size}, intermediate {config.intermediate_size}"),
+            ("heads", f"{config.num_attention_heads} query, {config.num_key_value_heads} KV, of {config.head_dim}"),
+            (
+                "taps",
+                f"after layers {said(config.target_layer_ids)} (0-based) of {config.num_target_layers}",
+            ),
+            ("vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} ids; mask {config.mask_token_id}"),
+            ("output heads", f"{markov}, {confidence}"),
+            ("rotary", f"{rope['rope_type']}, theta {rope['rope_theta']:g}"),
+            ("parameters", f"{counts['total']:,} ({parts}); embedding and head are the target's"),
+            ("weights", "BF16"),
+            ("longest training row", f"{config.training_length:,} tokens"),
+            ("chat template", f"sha256 {said(config.prompt_recipe['template_sha256'])}"),
+            ("thinking mode", said(config.prompt_recipe["thinking"])),
+        ]
+    )
+
+
+def _data(training: Json | None) -> str:
+    if training is None:
+        return f"## Data\nThis draft came without `{TRAINING_FILE}`: its data is {UNKNOWN}."
+    rows = []
+    for one in training.get("rows", []):
+        settings = dig(one, "settings", "settings")
+        temperatures = dig(settings, "temperatures") or dig(settings, "temperature")
+        sha = one.get("sha256")
+        rows.append(
+            [
+                said(one.get("name")),
+                said(one.get("rows"), ","),
+                said(one.get("answer_tokens"), ","),
+                said(temperatures),
+                said(dig(settings, "max_tokens")),
+                said(sorted(dig(one, "settings", "prompt_files") or {}) or None),
+                UNKNOWN if sha is None else f"`{sha[:16]}`",
+            ]
+        )
+    headers = ("rows file", "rows", "answer tokens", "temperatures", "answer limit", "prompt files", "sha256")
+    return (
+        "## Data\nPrompts answered by the target itself.\n\n"
+        + table(headers, rows)
+        + f"\n\n{said(training.get('training_rows'), ',')} rows trained on, "
+        + f"{said(training.get('held_out_rows'), ',')} held out (all turns of a prompt on one side)."
+    )
+
+
+def _training(training: Json | None) -> str:
+    if training is None:
+        return f"## Training\nHow it was trained is {UNKNOWN}."
+    settings, best = dig(training, "recipe", "training") or {}, training.get("best") or {}
+    loss = ", ".join(f"{key} {said(value)}" for key, value in (settings.get("loss") or {}).items()) or UNKNOWN
+    replay = f"{said(best.get('replay_acceptance'), '.3f')} at step {said(best.get('step'))}, n = {said(best.get('n'))}"
+    note = f"; {best['note']}" if best.get("note") else ""
+    spent = [training.get(key) for key in ("seconds", "validation_seconds")]
+    hours = [said(None if one is None else one / 3600, ".2f") for one in spent]
+    facts = [
+        ("recipe", said(dig(training, "recipe", "name"))),
+        ("steps", f"{said(training.get('steps'), ',')} of {said(settings.get('steps'), ',')}"),
+        ("hours of the run", f"{hours[0]}, of which validation {hours[1]}"),
+        (
+            "best by replay",
+            f"{replay}, {said(best.get('rows'))} held-out rows; bonus counted, macro{note}",
+        ),
+        ("loss", loss),
+        *(
+            (key.replace("_", " "), said(value))
+            for key, value in settings.items()
+            if key not in ("loss", "steps", "out", "seed", "compute_dtype")
+        ),
+        ("seed", said(training.get("seed"))),
+        ("compute type", said(training.get("compute_dtype"))),
+        *(
+            (f"machine {number}", "; ".join(f"{label} {value}" for label, value in machine.items()))
+            for number, machine in enumerate(training.get("machines") or [], start=1)
+        ),
+    ]
+    return "\n\n".join(["## Training\n" + _facts(facts), _lineage(training), _curve(training)])
+
+
+def lineage(training: Json) -> Iterator[Json]:
+    """This draft's record and those of the drafts it was started from, the newest first."""
+    record: Any = training
+    while isinstance(record, Mapping):
+        yield record
+        record = record.get("started_from")
+
+
+def _lineage(training: Json) -> str:
+    """Every draft of the chain with its hours, and their sum."""
+    chain = list(lineage(training))
+    rows = [
+        [
+            said(dig(one, "recipe", "name")),
+            said(dig(one, "recipe", "training", "init")),
+            said(dig(one, "draft", "which")),
+            said(dig(one, "draft", "step"), ","),
+            said(dig(one, "draft", "hours"), ".2f"),
+        ]
+        for one in chain
+    ]
+    hours = [dig(one, "draft", "hours") for one in chain]
+    begun = dig(chain[-1], "recipe", "training", "init")
+    known = begun in ("random", "target-layers") and None not in hours
+    total = f"{sum(hours):.2f} hours in all" if known else f"hours in all: {UNKNOWN}"
+    end = "" if begun in ("random", "target-layers") else f"; the draft `{said(begun)}` before them is {UNKNOWN}"
+    headers = ("recipe", "first weights", "draft", "step", "hours up to it")
+    return f"### Lineage\nThe newest first: {total}{end}.\n\n" + table(headers, rows)
+
+
+def _curve(training: Json) -> str:
+    rows = [
+        [
+            said(one.get("step"), ","),
+            said(one.get("hours"), ".2f"),
+            *(said(one.get(key), ".3f") for key in ("replay_acceptance", "loss_l1", "loss_bce")),
+        ]
+        for one in training.get("curve") or []
+    ]
+    if not rows:
+        return f"### Curve\nValidations: {UNKNOWN}."
+    headers = ("step", "hours", "replay acceptance", "L1", "confidence BCE")
+    return "### Curve\nOn held-out prompts; acceptance by replay, bonus counted, macro.\n\n" + table(headers, rows)
+
+
+def _measured(measured: Json | None) -> str:
+    if measured is None:
+        return f"## Measured\nAcceptance and speedup on public suites are {UNKNOWN}."
+    settings = measured.get("settings") or {}
+    rows = [
+        _suite_row(suite, result, mode)
+        for suite, result in (measured.get("suites") or {}).items()
+        for mode in result["modes"].values()
+        if mode["n"]
+    ]
+    headers = ("suite", "n", "acceptance", "without loops", "end to end", "decode only", "accepted at slot 1, 2, ...")
+    machine = "; ".join(f"{label} {value}" for label, value in (measured.get("machine") or {}).items()) or UNKNOWN
+    return f"""## Measured
+Acceptance length: tokens a round, bonus counted, macro over prompts; without loops: answers that end in a loop left
+out. Slot k: accepted among the rounds that accepted those before it, bonus not counted. Speedup: over plain decoding,
+paired, with a 95 % bootstrap interval over prompts.
+
+{table(headers, rows)}
+
+{_means(measured)}
+
+Both sides: the same engine and process, target {said(settings.get("target"))} in {said(settings.get("dtype"))},
+{said(settings.get("threads"))} threads, greedy, batch {said(settings.get("batch"))}, up to
+{said(settings.get("max_tokens"))} new tokens, the first {said(settings.get("limit"))} prompts of each suite at most.
+Plain: no draft, one token a pass. Speculating: this draft in {said(settings.get("draft_dtype"))}, n proposals a round.
+
+Machine and versions: {machine}. Greedy decoding uses no seed."""
+
+
+def _suite_row(suite: str, result: Json, mode: Json) -> list[str]:
+    acceptance, speed = mode["acceptance"], mode.get("speed")
+    rates = [slot["rate"] for slot in acceptance["conditional"]]
+    return [
+        f"{suite} ({result['looping_answers']} of {result['questions']} loop, {result['timed_questions']} timed)",
+        said(mode["n"]),
+        said(acceptance["macro_length"], ".2f"),
+        said(acceptance["macro_length_without_loops"], ".2f"),
+        _interval(dig(speed, "speedup_end_to_end")),
+        _interval(dig(speed, "speedup_decode_only")),
+        " ".join("-" if rate is None else f"{rate:.2f}" for rate in rates),
+    ]
+
+
+def _interval(value: Json | None) -> str:
+    if value is None:
+        return UNKNOWN
+    ends = "" if value.get("low") is None else f" [{value['low']:.2f}, {value['high']:.2f}]"
+    return f"{value['value']:.2f}x{ends}"
+
+
+def _means(measured: Json) -> str:
+    """Unweighted means over the suites, per n and at the best n."""
+    speeds = measured.get("mean_speedup_over_suites") or {}
+    lengths = measured.get("mean_acceptance_over_suites") or {}
+    rows = [
+        [
+            f"mean over suites, {mode}",
+            said(dig(lengths, mode, "macro_length"), ".2f"),
+            said(dig(lengths, mode, "macro_length_without_loops"), ".2f"),
+            UNKNOWN if speed is None else f"{speed:.2f}x",
+        ]
+        for mode, speed in speeds.items()
+    ]
+    best = measured.get("speedup_at_best_n") or {}
+    chosen = ", ".join(f"{suite} n = {one['n']}" for suite, one in (best.get("suites") or {}).items())
+    mean = best.get("mean")
+    rows.append([f"mean at the best n ({chosen or UNKNOWN})", "", "", UNKNOWN if mean is None else f"{mean:.2f}x"])
+    return table(("unweighted", "acceptance", "without loops", "end to end"), rows)
+
+
+def _limits(config: DraftConfig, training: Json | None, measured: Json | None) -> str:
+    lines = [
+        f"It speculates for `{said(config.target_name)}` alone: its inputs are that model's own layers.",
+        f"No row it was trained on is longer than {config.training_length:,} tokens.",
+    ]
+    if config.reduced:
+        share = f"{config.draft_vocab_size:,} of {config.vocab_size:,}"
+        lines.append(f"It can propose {share} ids; a token outside them always ends a round.")
+    if training is not None:
+        lines.append("The curve and the choice of its best step rest on held-out prompts of its own training set.")
+    if measured is None:
+        lines.append(f"What it gains on prompts of other kinds is {UNKNOWN}.")
+    else:
+        equal = all(result.get("ids_equal") for result in measured["suites"].values())
+        ids = "All ids equal plain decoding's." if equal else "Some ids differ from plain decoding's: see the ties."
+        lines += [
+            "Speed holds for the machine and settings above; acceptance for these prompts and this length of answers.",
+            ids,
+            f"Measured prompts: {said(dig(measured, 'overlap', 'line'))}.",
+            f"Replay: {said(dig(measured, 'replay', 'line'))}.",
+        ]
+    return "## Limits\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object. Raises DsparkError when the file is missing or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DsparkError(path.name, str(path), f"cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DsparkError(path.name, str(path), f"is not JSON ({error}); make it again") from None
+    if not isinstance(found, dict):
+        raise DsparkError(path.name, str(path), "must hold one JSON object; make it again")
+    return found
+
+
+def read_training(folder: str | Path) -> dict[str, Any] | None:
+    """training.json of a draft folder, None when there is none. Raises DsparkError when it cannot be read."""
+    path = Path(folder) / TRAINING_FILE
+    return read_json(path) if path.is_file() else None
+
+
+def card_of(folder: str | Path, measured: str | Path | None = None) -> str:
+    """The model card of a draft folder. Raises DsparkError."""
+    config, training = read_config(folder)[0], read_training(folder)
+    figures = None if measured is None else read_json(Path(measured))
+    try:
+        return model_card(config, training, figures)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = " or ".join(str(one) for one in (Path(folder) / TRAINING_FILE, measured) if one is not None)
+        raise DsparkError("card", where, f"does not have the form this version writes ({error!r})") from None
+
+
+def write_card(folder: str | Path, measured: str | Path | None = None) -> Path:
+    """Write FOLDER/README.md under a temporary name, then rename. Raises DsparkError."""
+    text, path = card_of(folder, measured), Path(folder) / CARD_FILE
+    temporary = path.with_name(CARD_FILE + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.chmod(0o644)
+    os.replace(temporary, path)
+    return path
+
+
+def arguments(about: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """FOLDER and --measured, for this command and for `builtin`."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("folder", help="a trained draft, e.g. runs/mine/best")
+    parser.add_argument("--measured", help="JSON printed by benchmarks/decode.py for this draft")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments("Write the model card of a draft folder.", argv)
+    try:
+        print(write_card(args.folder, args.measured))
+    except DsparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Whether the asked prompts are said to be in the training set, or not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dspark.bench.compare import Question
+from dspark.bench.overlap import UNKNOWN, find_overlap
+from dspark.checkpoints.native import PROMPTS_FILE
+from dspark.data.prompts import prompt_hash, write_prompt_hashes
+from dspark.errors import DsparkError
+
+QUESTIONS = [Question(f"q/{i}", f"What is {i}?", [1]) for i in range(40)]
+
+
+def test_no_file_is_unknown_not_zero(tmp_path: Path) -> None:
+    overlap = find_overlap(tmp_path, QUESTIONS)
+    assert str(overlap) == UNKNOWN and not overlap.warning
+    assert overlap.to_json() == {"asked": 40, "in_training_set": None, "ids": None}
+
+
+def test_none_of_them(tmp_path: Path) -> None:
+    write_prompt_hashes(tmp_path / PROMPTS_FILE, [prompt_hash("something else")])
+    overlap = find_overlap(tmp_path, QUESTIONS)
+    assert str(overlap) == "0 of 40 prompts are in the draft's training set" and not overlap.warning
+
+
+def test_some_of_them_are_named_aloud(tmp_path: Path) -> None:
+    write_prompt_hashes(tmp_path / PROMPTS_FILE, [prompt_hash(f" what IS {i}?\n") for i in range(7)])
+    overlap = find_overlap(tmp_path, QUESTIONS)
+    assert overlap.warning and overlap.to_json()["in_training_set"] == 7
+    assert str(overlap).startswith("WARNING: 7 of 40 prompts are in the draft's training set (q/0, q/1, q/2, q/3, q/4 ")
+    assert "and 2 more" in str(overlap)
+
+
+def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / PROMPTS_FILE).write_text("no hash\n")
+    with pytest.raises(DsparkError, match=PROMPTS_FILE):
+        find_overlap(tmp_path, QUESTIONS)
