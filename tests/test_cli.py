@@ -14,7 +14,7 @@ from dspark import cli
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
 
-COMMANDS = ["generate", "regenerate", "train", "replay", "inspect", "demo"]
+COMMANDS = ["generate", "regenerate", "card", "train", "replay", "inspect", "demo"]
 
 
 @pytest.fixture(scope="session")
@@ -321,6 +321,19 @@ def test_regenerate_refuses_what_it_cannot_split(run, tiny_llama_folder, tmp_pat
     assert option in err
     assert len(err.strip().splitlines()) == 1
     assert not out.parent.exists()
+
+
+def test_card_is_printed_or_written(run, tmp_path):
+    rows, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "card.md"
+    code, card, _ = run("card", rows)
+    assert code == 0
+    assert card.startswith("# Data card\n")
+    assert run("card", rows, "--out", out)[0] == 0
+    assert out.read_text() == card
+    code, _, err = run("card", rows, rows, "--out", tmp_path / "never.md")
+    assert code == 2
+    assert "twice" in err
+    assert not (tmp_path / "never.md").exists()
 
 
 def test_an_undecodable_prompt_is_named(run, tiny_llama_folder):

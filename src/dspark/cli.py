@@ -28,8 +28,9 @@ from dspark.cli_output import (
     round_record,
     summary_line,
 )
+from dspark.data.card import data_card
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import read_prompts, shard_prompts
+from dspark.data.prompts import read_prompts, shard_prompts, write_text
 from dspark.data.regenerate import RegenerateSettings, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows, row_notes
 from dspark.decoding.engine import Engine
@@ -178,6 +179,20 @@ def regenerate_command(
         # rows whose states were still in memory when an earlier run was killed
         cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
     console.print(regenerated_lines(report) + f"\nwritten to {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("card", epilog=example("dspark card runs/greedy.jsonl runs/sampled.jsonl --out runs/card.md"))
+def card_command(
+    rows: Annotated[list[Path], typer.Argument(help="Rows files of one target, with the notes beside them.")],
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write; without it, the card is printed.")] = None,
+) -> None:
+    """What rows files hold and how they were made: sets, lengths, temperatures, loops, settings, as Markdown."""
+    card = data_card(rows)
+    if out is None:
+        print(card, end="")
+    else:
+        write_text(out, card)
+        console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from dspark.data.prompts import Prompt, demo_prompts, prompt_hash, read_prompts, shard_prompts
+from dspark.data.prompts import (
+    Prompt,
+    demo_prompts,
+    prompt_hash,
+    read_prompt_hashes,
+    read_prompts,
+    shard_prompts,
+    write_prompt_hashes,
+)
 from dspark.errors import DsparkError
 
 
@@ -121,3 +129,26 @@ def test_shards_are_disjoint_whole_and_decided_by_the_id_alone():
     for index, count in ((-1, 2), (2, 2), (0, 0)):
         with pytest.raises(DsparkError, match="shard"):
             shard_prompts(prompts, index, count)
+
+
+def test_prompt_hashes_are_written_once_each_sorted_and_read_back(tmp_path):
+    hashes = [prompt_hash(text) for text in ("b", "a", "c", "A ")]
+    write_prompt_hashes(tmp_path / "deep" / "seen.txt", iter(hashes))
+    assert (tmp_path / "deep" / "seen.txt").read_text().splitlines() == sorted(set(hashes))
+    assert read_prompt_hashes(tmp_path / "deep" / "seen.txt") == frozenset(hashes) and len(set(hashes)) == 3
+    write_prompt_hashes(tmp_path / "deep" / "none.txt", [])
+    assert read_prompt_hashes(tmp_path / "deep" / "none.txt") == frozenset()
+    with pytest.raises(DsparkError, match="prompt hash"):
+        write_prompt_hashes(tmp_path / "deep" / "seen.txt", ["0" * 16, "a text"])
+    assert read_prompt_hashes(tmp_path / "deep" / "seen.txt") == frozenset(hashes), "the old file is still there"
+    assert sorted(file.name for file in (tmp_path / "deep").iterdir()) == ["none.txt", "seen.txt"]
+
+
+@pytest.mark.parametrize("line", [b"", b"0" * 15, b"0" * 17, b"A" * 16, b"\xff" * 16, b" " + b"0" * 16])
+def test_a_bad_line_of_prompt_hashes_is_named(tmp_path, line):
+    path = tmp_path / "seen.txt"
+    path.write_bytes(b"0123456789abcdef\n" + line + b"\n")
+    with pytest.raises(DsparkError, match=r"seen\.txt:2"):
+        read_prompt_hashes(path)
+    with pytest.raises(DsparkError, match="no such file"):
+        read_prompt_hashes(tmp_path / "missing.txt")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 from dspark.errors import DsparkError
 
+_HASH = re.compile("[0-9a-f]{16}")
 _REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -91,6 +94,36 @@ def prompt_hash(text: str) -> str:
     """16 hex digits that two prompts share when they differ in case, white space or Unicode form alone."""
     normal = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return hashlib.sha256(normal.encode()).hexdigest()[:16]
+
+
+def write_prompt_hashes(path: str | Path, hashes: Iterable[str]) -> None:
+    """Write prompt hashes as a text file, each once, one a line, sorted. Raises DsparkError on what is no hash."""
+    found = sorted(set(hashes))
+    for one in found:
+        if not _HASH.fullmatch(one):
+            raise DsparkError("prompt hash", one, "must be 16 hex digits (prompt_hash)")
+    write_text(path, "".join(f"{one}\n" for one in found))
+
+
+def read_prompt_hashes(path: str | Path) -> frozenset[str]:
+    """The hashes that `write_prompt_hashes` wrote. Raises DsparkError naming the file, and the line that is none."""
+    path = Path(path)
+    if not path.is_file():
+        raise DsparkError("prompt hashes", str(path), "no such file")
+    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not _HASH.fullmatch(line):
+            raise DsparkError(f"{path}:{number}", line[:60], "must be 16 hex digits, one prompt hash a line")
+    return frozenset(lines)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a whole UTF-8 file at once: a temporary name first, then a rename. Missing folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def demo_prompts() -> list[Prompt]:

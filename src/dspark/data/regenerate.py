@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from array import array
 from collections import deque
@@ -26,7 +25,7 @@ from torch import Tensor
 from dspark import __version__
 from dspark.data.chat import ChatRenderer
 from dspark.data.progress import TokenProgress
-from dspark.data.prompts import Prompt, prompt_hash
+from dspark.data.prompts import Prompt, prompt_hash, write_text
 from dspark.data.rows import Row, RowWriter, notes_path, row_id, row_notes
 from dspark.data.summary import RowSummary, Summaries
 from dspark.decoding.engine import Engine
@@ -387,6 +386,4 @@ def _refuse_changes(found: Mapping[str, Any], wanted: Mapping[str, Any], out: Pa
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
