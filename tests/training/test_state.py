@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dspark.data.rows import Row
+from dspark.data.rows import Row, write_rows
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
@@ -161,6 +161,20 @@ def test_the_prompt_recipe_comes_from_the_rows_notes(
             finished_config(recipe, target, rows)
     with pytest.raises(DsparkError, match="row ids appear twice"):
         read_training_rows(make_recipe(data={"rows": [str(path), str(path)]}))
+
+
+def test_a_prompt_and_answer_in_two_files_is_read_once(make_recipe: Make, rows: list[Row], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    recipe = make_recipe(data={"rows": [str(first), str(second)]})
+    sampled = rows[0].model_copy(update={"id": "sampled", "temperature": 0.5})
+    write_rows(first, rows[:3])
+    write_rows(second, [sampled, rows[1], rows[3]])  # two processes may have answered equal prompts under one id
+    said: list[str] = []
+    assert read_training_rows(recipe, said.append) == rows[:4]
+    assert len(said) == 1 and said[0].startswith("2 of 6 rows repeat")
+    write_rows(second, [rows[1].model_copy(update={"answer_ids": rows[1].answer_ids[:-1], "finish": "length"})])
+    with pytest.raises(DsparkError, match="row ids appear twice"):
+        read_training_rows(recipe)
 
 
 def test_held_out_prompts_keep_their_turns_together(make_recipe: Make, rows: list[Row]) -> None:

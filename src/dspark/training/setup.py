@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dspark.checkpoints.native import load_draft
 from dspark.data.prompts import read_prompts
-from dspark.data.rows import Row, check_ids, read_rows, row_notes
+from dspark.data.rows import Row, check_ids, read_rows, row_notes, unique_rows
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
@@ -30,15 +31,24 @@ Say = Callable[[str], None]
 PROVENANCE = {"training_length", "prompt_recipe"}
 
 
-def read_training_rows(recipe: Recipe) -> list[Row]:
-    """The recipe's row files, in order. Raises DsparkError when none is named or an id appears twice."""
+def read_training_rows(recipe: Recipe, say: Say | None = None) -> list[Row]:
+    """The recipe's row files, in order, each (prompt, answer) once.
+
+    Raises DsparkError when none is named, or an id appears twice: a file named twice, or one id with two answers.
+    Two files may have answered equal prompts equally.
+    """
     if not recipe.data.rows:
         raise DsparkError("data.rows", None, "names no row file; give data.rows=FILE (made by `dspark regenerate`)")
     rows = [row for path in recipe.data.rows for row in read_rows(path)]
-    twice = [row_id for row_id, count in Counter(row.id for row in rows).items() if count > 1]
+    kept = unique_rows(rows)
+    named_twice = len({Path(path).resolve() for path in recipe.data.rows}) < len(recipe.data.rows)
+    counted = Counter(row.id for row in (rows if named_twice else kept))
+    twice = [row_id for row_id, count in counted.items() if count > 1]
     if twice:
         raise DsparkError("data.rows", twice[0], f"{len(twice)} row ids appear twice; name each file once")
-    return rows
+    if say is not None and len(kept) < len(rows):
+        say(f"{len(rows) - len(kept)} of {len(rows)} rows repeat the prompt and answer of an earlier one; left out")
+    return kept
 
 
 def open_features(recipe: Recipe, target: Target, rows: Sequence[Row], say: Say) -> FeatureSource:

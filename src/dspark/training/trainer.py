@@ -91,7 +91,7 @@ def train(
     saved = SavedState(out) if resume else None
     if saved is None and has_state(out):
         raise DsparkError("training.out", str(out), "holds a run already; resume it, or choose another folder")
-    rows = read_training_rows(recipe) if rows is None else list(rows)
+    rows = read_training_rows(recipe, say) if rows is None else list(rows)
     train_rows, held = split_rows(rows, recipe.data)
     fingerprint = data_fingerprint(rows)
     if saved is not None:
