@@ -27,7 +27,8 @@ _SET_HEADER = (
 _SET_LEGEND = """\
 Prompts: those that gave a row. Answer lengths in tokens; ended: by a stop token, cut: at the token limit. Loops:
 answers whose end repeats up to 16 tokens at least 4 times; they are kept. Distinct n-grams: the share of different
-ones among all in the set's answers (it falls as a set grows). The last three columns count prompts that gave no row."""
+ones among all in the set's answers (it falls as a set grows). The last three columns count prompts that gave no row,
+once for each file that asked them."""
 _DROPPED = {"duplicates": "asked already", "too_long": "prompts too long", "dropped_empty": "empty answers"}
 
 
