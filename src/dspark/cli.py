@@ -30,6 +30,7 @@ from dspark.cli_output import (
 )
 from dspark.data.card import data_card
 from dspark.data.chat import ChatRenderer
+from dspark.data.invent import invent, read_openings, write_prompts
 from dspark.data.prompts import read_prompts, shard_prompts, write_text
 from dspark.data.regenerate import RegenerateSettings, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows, row_notes
@@ -193,6 +194,32 @@ def card_command(
     else:
         write_text(out, card)
         console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("invent", epilog=example("dspark invent --count 2000 --out runs/prompts/invented.jsonl"))
+def invent_command(
+    out: Annotated[Path, typer.Option(help="Prompts file (JSONL) to write.")],
+    count: Annotated[int, typer.Option(help="Prompts to ask for; unfinished and repeated ones are left out.")] = 1000,
+    target: TargetOption = EMBEDDED,
+    openings: Annotated[Path | None, typer.Option(help="Beginnings of user turns, one a line; else our own.")] = None,
+    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    top_p: Annotated[float, typer.Option()] = 0.95,
+    max_tokens: Annotated[int, typer.Option(help="Tokens after the opening at most.")] = 80,
+    seed: Annotated[int, typer.Option()] = 0,
+    batch: Annotated[int, typer.Option(help="Requests in flight.")] = 32,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; left as it is when not given.")] = None,
+) -> None:
+    """Let the target write prompts: it is given the beginning of a user turn and continues it."""
+    beginnings = read_openings(openings)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_target(target)
+    engine, renderer = Engine(loaded, None, max_batch=batch), ChatRenderer(loaded.tokenizer)
+    found = invent(
+        engine, renderer, beginnings, count, seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_tokens
+    )
+    write_prompts(out, found)
+    console.print(f"{len(found)} prompts of {count} asked for written to {out}", markup=False, soft_wrap=True)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
