@@ -1,19 +1,24 @@
 """Drafts by name: `embedded` is the one shipped with the package, anything else is a folder.
 
-`python -m dspark.checkpoints.builtin FOLDER` makes a trained draft the shipped one: its weights in BF16, without the
-head's rows, which are taken from the target at load.
+    python -m dspark.checkpoints.builtin FOLDER [--measured decode.json]
+
+makes a trained draft the shipped one: its weights in BF16, without the head's rows (they are taken from the target at
+load), training.json, training_prompts.txt and a model card.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 
-from dspark.checkpoints.native import load_draft, save_draft
+from dspark.checkpoints.card import arguments, card_of
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
 from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
 
 EMBEDDED_DRAFT = "embedded"
 _FOLDER = "assets/drafts/smollm2-135m"
@@ -29,13 +34,32 @@ def load_named_draft(name: str, dtype: torch.dtype = torch.float32) -> DSparkDra
     return load_draft(draft_folder(name), dtype)
 
 
-def ship(folder: str | Path) -> Path:
-    """Write the draft in `folder` over the shipped one; returns where that is."""
-    destination = draft_folder(EMBEDDED_DRAFT)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    save_draft(load_draft(folder), destination, lm_head=False)
+def ship(folder: str | Path, measured: str | Path | None = None, destination: str | Path | None = None) -> Path:
+    """Write the draft in `folder` over the shipped one (or to `destination`); returns where that is.
+
+    Raises DsparkError when the draft, its training.json or `measured` cannot be read or do not belong together; then
+    nothing is written.
+    """
+    folder = Path(folder)
+    destination = draft_folder(EMBEDDED_DRAFT) if destination is None else Path(destination)
+    texts: dict[str, str | None] = {CARD_FILE: card_of(folder, measured)}
+    for name in (TRAINING_FILE, PROMPTS_FILE):
+        texts[name] = (folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else None
+    save_draft(load_draft(folder), destination, lm_head=False, files=texts)
+    for path in destination.iterdir():
+        path.chmod(0o644)
     return destination
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments("Make a trained draft the shipped one.", argv)
+    try:
+        print(ship(args.folder, args.measured))
+    except DsparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(ship(sys.argv[1]))
+    sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from dspark.errors import DsparkError
 
 ARCHITECTURE = "Qwen3DSparkModel"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+# What may lie beside them: where the draft comes from, hashes of the prompts it was trained on, its card
+TRAINING_FILE, PROMPTS_FILE, CARD_FILE = "training.json", "training_prompts.txt", "README.md"
 LM_HEAD = "lm_head.weight"
 # Lists in JSON, tuples in the config
 _TUPLES = ("layer_types", "target_layer_ids")
@@ -108,10 +110,13 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(stated if stated is not None else older or {})
 
 
-def save_draft(draft: DSparkDraft, folder: str | Path, lm_head: bool = True) -> None:
+def save_draft(
+    draft: DSparkDraft, folder: str | Path, lm_head: bool = True, files: Mapping[str, str | None] | None = None
+) -> None:
     """Write the draft to `folder`, atomically: a kill at any moment leaves the old or the new one loadable.
 
     lm_head: whether to write the head's rows (K < V only); the draft must then be bound or carry its own.
+    files: texts by file name that come with the weights in the same move; None: none of that name may stay.
     Other files in an existing folder are kept. Raises DsparkError on a non-finite tensor; then nothing is written.
     """
     folder = Path(folder)
@@ -140,11 +145,13 @@ def save_draft(draft: DSparkDraft, folder: str | Path, lm_head: bool = True) -> 
     try:
         save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         text = json.dumps(config_to_json(config, lm_head), indent=2) + "\n"
-        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
+        for name, content in {**(files or {}), CONFIG_FILE: text}.items():
+            if content is not None:
+                (staging / name).write_text(content, encoding="utf-8")
         for path in staging.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        _swap(staging, folder)
+        _swap(staging, folder, {name for name, content in (files or {}).items() if content is None})
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -154,8 +161,11 @@ def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
 
 
-def _swap(staging: Path, folder: Path) -> None:
-    """Put `staging` in the place of `folder`. In between, `load_draft` finds the old one at `_previous`."""
+def _swap(staging: Path, folder: Path, dropped: Set[str]) -> None:
+    """Put `staging` in the place of `folder`, whose `dropped` files are not kept.
+
+    In between, `load_draft` finds the old one at `_previous`.
+    """
     previous = _previous(folder)
     if folder.exists():
         if not folder.is_dir():
@@ -163,15 +173,15 @@ def _swap(staging: Path, folder: Path) -> None:
         _merge(previous, folder)  # left by a save that was killed after its second rename
         folder.rename(previous)
     staging.rename(folder)
-    _merge(previous, folder)
+    _merge(previous, folder, dropped)
 
 
-def _merge(previous: Path, folder: Path) -> None:
-    """Move what only `previous` has (a card, a log) into `folder`, and remove the rest."""
+def _merge(previous: Path, folder: Path, dropped: Set[str] = frozenset()) -> None:
+    """Move what only `previous` has (a card, a log), `dropped` apart, into `folder`, and remove the rest."""
     if not previous.exists():
         return
     for path in previous.iterdir():
-        if not (folder / path.name).exists():
+        if path.name not in dropped and not (folder / path.name).exists():
             path.rename(folder / path.name)
     shutil.rmtree(previous, ignore_errors=True)
 

@@ -1,0 +1,170 @@
+"""The model card: what is known is in it, what is not is said to be not recorded; shipping a trained folder."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dspark.checkpoints import builtin, card
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
+from dspark.drafts.inspect import parameter_counts
+from dspark.errors import DsparkError
+
+CHAIN: dict[str, Any] = {
+    "draft": {"which": "best", "step": 900, "hours": 0.75},
+    "recipe": {"name": "first", "training": {"init": "target-layers"}},
+    "started_from": None,
+}
+NOTES = {"settings": {"temperatures": [0.0, 0.7], "max_tokens": 256}, "prompt_files": {"gsm.jsonl": "a"}}
+TRAINING: dict[str, Any] = {
+    "format": 1,
+    "draft": {"which": "best", "step": 1200, "hours": 1.5},
+    "steps": 1300,
+    "best": {"step": 1200, "replay_acceptance": 2.345, "n": 7, "rows": 24, "note": None},
+    "seconds": 7200.0,
+    "validation_seconds": 360.0,
+    "curve": [
+        {"step": 600, "hours": 0.7, "replay_acceptance": 2.1, "loss_l1": 1.25, "loss_bce": 0.5},
+        {"step": 1200, "hours": 1.5, "replay_acceptance": 2.345, "loss_l1": 1.0, "loss_bce": None},
+    ],
+    "machines": [{"processor": "Abacus", "torch": "9.9"}],
+    "started_from": CHAIN,
+    "recipe": {"name": "second", "training": {"init": "best", "steps": 1300, "lr": 1e-3, "loss": {"ce": 0.1}}},
+    "rows": [
+        {"name": "mixed.jsonl", "sha256": "12" * 32, "rows": 1234, "answer_tokens": 99999, "settings": NOTES},
+        {"name": "other.jsonl", "sha256": None, "rows": None, "answer_tokens": None, "settings": None},
+    ],
+    "training_rows": 1200,
+    "held_out_rows": 34,
+    "seed": 5,
+    "compute_dtype": "fp32",
+}
+
+
+def mode(n: int, length: float, low: float | None) -> dict[str, Any]:
+    speed = {"value": 1.5, "low": low, "high": None if low is None else 1.75, "level": 0.95}
+    rates = [{"rate": 0.5}, {"rate": None}]
+    acceptance = {"macro_length": length, "macro_length_without_loops": length - 0.25, "conditional": rates}
+    speeds = {"speedup_end_to_end": speed, "speedup_decode_only": speed}
+    return {"n": n, "acceptance": acceptance, "speed": speeds if n else {}}
+
+
+def figures(parameters: int) -> dict[str, Any]:
+    return {
+        "settings": {"target": "/home/x/tiny", "dtype": "torch.float32", "threads": 2, "draft_parameters": parameters},
+        "machine": {"processor": "Abacus"},
+        "suites": {
+            "maths": {
+                "questions": 40,
+                "timed_questions": 15,
+                "looping_answers": 3,
+                "ids_equal": True,
+                "modes": {"plain": mode(0, 1.0, None), "n = 3": mode(3, 2.25, 1.25), "n = 7": mode(7, 2.75, None)},
+            }
+        },
+        "mean_acceptance_over_suites": {"n = 3": {"macro_length": 2.25, "macro_length_without_loops": 2.0}},
+        "mean_speedup_over_suites": {"n = 3": 1.5},
+        "speedup_at_best_n": {"suites": {"maths": {"n": 3, "value": 1.5}}, "mean": 1.5},
+        "replay": {"line": "replay equals served on 40 of 40 answers, round by round"},
+        "overlap": {"line": "0 of 40 prompts are in the draft's training set"},
+    }
+
+
+def test_everything_recorded_is_in_the_card(make_config) -> None:
+    config = make_config()
+    total = parameter_counts(config)["total"]
+    text = card.model_card(config, TRAINING, figures(total))
+    head = yaml.safe_load(text.split("---")[1])
+    assert head == {"license": "apache-2.0", "base_model": "tiny", "tags": ["dspark", "speculative-decoding"]}
+    for line in (
+        f"up to {config.gamma} tokens",
+        "dspark generate --draft FOLDER --target tiny",
+        f"| parameters | {total:,} (",
+        "| mixed.jsonl | 1,234 | 99,999 | 0.0, 0.7 | 256 | gsm.jsonl | `1212121212121212` |",
+        "| other.jsonl | not recorded | not recorded | not recorded | not recorded | not recorded | not recorded |",
+        "1,200 rows trained on, 34 held out",
+        "| hours of the run | 2.00, of which validation 0.10 |",
+        "| best by replay | 2.345 at step 1200, n = 7, 24 held-out rows; bonus counted, macro |",
+        "| lr | 0.001 |",
+        "| seed | 5 |",
+        "| machine 1 | processor Abacus; torch 9.9 |",
+        "2.25 hours in all",
+        "| first | target-layers | best | 900 | 0.75 |",
+        "| 600 | 0.70 | 2.100 | 1.250 | 0.500 |",
+        "| 1,200 | 1.50 | 2.345 | 1.000 | not recorded |",
+        "| maths (3 of 40 loop, 15 timed) | 3 | 2.25 | 2.00 | 1.50x [1.25, 1.75] | 1.50x [1.25, 1.75] | 0.50 - |",
+        "| maths (3 of 40 loop, 15 timed) | 7 | 2.75 | 2.50 | 1.50x | 1.50x | 0.50 - |",
+        "| mean over suites, n = 3 | 2.25 | 2.00 | 1.50x |",
+        "| mean at the best n (maths n = 3) |  |  | 1.50x |",
+        "target tiny in torch.float32",
+        "replay equals served on 40 of 40 answers",
+        "0 of 40 prompts are in the draft's training set",
+        "All ids equal plain decoding's.",
+    ):
+        assert line in text, line
+    assert "/home" not in text
+
+
+def test_what_is_not_known_is_said_so(make_config) -> None:
+    text = card.model_card(make_config(), None, None)
+    for line in ("its data is not recorded", "How it was trained is not recorded", "public suites are not recorded"):
+        assert line in text
+    text = card.model_card(make_config(), {**TRAINING, "started_from": None, "seconds": None}, None)
+    assert "hours in all: not recorded; the draft `best` before them is not recorded" in text
+    assert "| hours of the run | not recorded, of which validation 0.10 |" in text
+
+
+def test_figures_of_another_draft_are_refused(make_config) -> None:
+    with pytest.raises(DsparkError, match="another draft"):
+        card.model_card(make_config(), None, figures(1))
+
+
+def trained(make_draft, folder: Path) -> Path:
+    texts = {TRAINING_FILE: json.dumps(TRAINING), PROMPTS_FILE: "0123456789abcdef\n"}
+    save_draft(make_draft(), folder, files=texts)
+    return folder
+
+
+def test_shipping_carries_all_of_it(make_draft, tmp_path: Path) -> None:
+    folder = trained(make_draft, tmp_path / "best")
+    measured = tmp_path / "decode.json"
+    measured.write_text(json.dumps(figures(parameter_counts(make_draft().config)["total"])))
+    there = builtin.ship(folder, measured, tmp_path / "shipped")
+    names = {path.name for path in there.iterdir()}
+    assert names == {"config.json", "model.safetensors", TRAINING_FILE, PROMPTS_FILE, CARD_FILE}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in there.iterdir()} == {0o644}
+    assert json.loads((there / TRAINING_FILE).read_text()) == TRAINING
+    assert (there / PROMPTS_FILE).read_text() == (folder / PROMPTS_FILE).read_text()
+    assert "1.50x [1.25, 1.75]" in (there / CARD_FILE).read_text()
+    assert load_draft(there).own_head_rows is None and load_draft(folder).own_head_rows is not None
+
+    # A draft that does not say what it was trained on must not inherit the list of the one before it.
+    for name in (TRAINING_FILE, PROMPTS_FILE):
+        (folder / name).unlink()
+    builtin.ship(folder, None, there)
+    assert {path.name for path in there.iterdir()} == {"config.json", "model.safetensors", CARD_FILE}
+    assert "its data is not recorded" in (there / CARD_FILE).read_text()
+
+
+def test_commands(make_draft, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained(make_draft, tmp_path / "best")
+    assert card.main([str(folder)]) == 0
+    path = folder / CARD_FILE
+    assert path.read_text() == card.card_of(folder) and stat.S_IMODE(path.stat().st_mode) == 0o644
+    before = path.read_text()
+    for content, words in (
+        ("{", "is not JSON"),
+        ("[]", "one JSON object"),
+        (json.dumps({"steps": "many"}), "does not have the form"),
+    ):
+        (folder / TRAINING_FILE).write_text(content)
+        assert card.main([str(folder)]) == 2
+        assert words in capsys.readouterr().err
+    assert card.main([str(folder), "--measured", str(tmp_path / "none.json")]) == 2
+    assert builtin.main([str(tmp_path / "nowhere")]) == 2
+    assert path.read_text() == before and not list(folder.glob("*.tmp"))
