@@ -18,7 +18,7 @@ from dspark.data.rows import Row, notes_path, write_rows
 from dspark.targets.transformers import TransformersTarget
 from dspark.training.batches import split_rows
 from dspark.training.features import InProcessFeatures
-from dspark.training.provenance import row_files, without_folders
+from dspark.training.provenance import CURVE, row_file, without_folders
 from dspark.training.recipe import Recipe
 from dspark.training.state import SavedState
 from dspark.training.trainer import train
@@ -37,14 +37,13 @@ def given(target: TransformersTarget, hashed: list[Row], quiet: Console) -> dict
 
 
 @pytest.fixture
-def files(hashed: list[Row], tmp_path: Path) -> dict[str, Any]:
+def files(hashed: list[Row], target: TransformersTarget, tmp_path: Path) -> dict[str, Any]:
     """The rows in two files, the first with notes that hold a path."""
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     write_rows(one, hashed[:5])
     write_rows(two, hashed[5:])
-    notes_path(one).write_text(
-        json.dumps({"settings": {"max_tokens": 9}, "made_in": str(tmp_path), "dropped": {"a": "b"}})
-    )
+    notes = {"target": target.name, "settings": {"max_tokens": 9}, "made_in": str(tmp_path), "dropped": {"a": "b"}}
+    notes_path(one).write_text(json.dumps(notes))
     return {"rows": [str(one), str(two)], "features": str(tmp_path / "features")}
 
 
@@ -62,9 +61,7 @@ def test_a_resumed_run_tells_all_of_it(make_recipe: Make, given: dict[str, Any],
     assert whole["validation_seconds"] > first["validation_seconds"]
     assert [point["step"] for point in whole["curve"]] == [2, 4] and whole["curve"][0] == first["curve"][0]
     assert 0 < whole["curve"][0]["hours"] < whole["curve"][1]["hours"] <= whole["seconds"] / 3600
-    assert all(
-        point[key] is not None for point in whole["curve"] for key in ("replay_acceptance", "loss_l1", "loss_bce")
-    )
+    assert all(point[key] is not None for point in whole["curve"] for key in CURVE)
     saved = SavedState(out).best
     assert (whole["best"]["step"], whole["best"]["replay_acceptance"]) == (saved["step"], saved["acceptance"])
     assert (whole["best"]["n"], whole["best"]["rows"], len(whole["machines"])) == (4, 2, 1)
@@ -82,11 +79,12 @@ def test_rows_are_named_and_no_folder_is(
     text = (Path(recipe.training.out) / "best" / TRAINING_FILE).read_text()
     assert str(tmp_path) not in text and "/" not in json.loads(text)["recipe"]["target"]
     record = json.loads(text)
-    one, two = record["rows"]
+    (one, two), here = record["rows"], tmp_path.name
     assert (one["name"], one["rows"], two["rows"]) == ("one.jsonl", 5, len(hashed) - 5)
     assert one["answer_tokens"] == sum(len(row.answer_ids) for row in hashed[:5])
     assert two["sha256"] == hashlib.sha256((tmp_path / "two.jsonl").read_bytes()).hexdigest()
-    assert one["settings"] == {"settings": {"max_tokens": 9}, "made_in": tmp_path.name} and two["settings"] is None
+    assert one["settings"] == {"target": record["recipe"]["target"], "settings": {"max_tokens": 9}, "made_in": here}
+    assert two["settings"] is None
     train_rows, held = split_rows(hashed, recipe.data)
     assert (record["training_rows"], record["held_out_rows"]) == (len(train_rows), len(held))
     for folder in ("best", "last"):
@@ -155,6 +153,6 @@ def test_paths_and_what_only_looks_like_one(tmp_path: Path) -> None:
     assert without_folders(value) == kept
 
 
-def test_rows_from_elsewhere_have_no_file_facts(hashed: list[Row]) -> None:
-    (facts,) = row_files(["gone/rows.jsonl"], hashed)
+def test_rows_from_elsewhere_have_no_file_facts() -> None:
+    facts = row_file(Path("gone/rows.jsonl"))
     assert facts == {"name": "rows.jsonl", "sha256": None, "rows": None, "answer_tokens": None, "settings": None}

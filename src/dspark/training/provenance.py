@@ -16,7 +16,7 @@ from typing import Any
 from dspark.checkpoints.card import read_training
 from dspark.checkpoints.native import PROMPTS_FILE, TRAINING_FILE
 from dspark.data.prompts import read_prompt_hashes, write_prompt_hashes
-from dspark.data.rows import Row, row_notes
+from dspark.data.rows import Row, read_rows, row_notes
 from dspark.machine import describe_machine
 from dspark.training.recipe import Recipe
 from dspark.training.validation import Validator
@@ -45,7 +45,6 @@ class RunRecord:
         self,
         recipe: Recipe,
         n: int,
-        rows: Sequence[Row],
         train_rows: Sequence[Row],
         held: Sequence[Row],
         validator: Validator,
@@ -64,7 +63,7 @@ class RunRecord:
         self._before = self.state["seconds"]
         self.given = {
             "recipe": shippable_recipe(recipe),
-            "rows": [without_folders(one) for one in row_files(recipe.data.rows, rows)],
+            "rows": [without_folders(row_file(Path(name))) for name in recipe.data.rows],
             "training_rows": len(train_rows),
             "held_out_rows": len(held),
             "seed": recipe.training.seed,
@@ -155,32 +154,17 @@ def _started_from(recipe: Recipe) -> dict[str, Any] | None:
     return None if init is None else read_training(init)
 
 
-def row_files(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of each row file: name, sha256, rows, answer tokens, and what `regenerate` noted beside it.
-
-    rows: those of all files, in order. What is not known (no such file, rows from elsewhere) is None.
-    """
-    found = [_file_facts(Path(name)) for name in names]
-    counts = [one["rows"] or 0 for one in found]
-    if sum(counts) == len(rows):
-        start = 0
-        for one, count in zip(found, counts, strict=True):
-            one["answer_tokens"] = sum(len(row.answer_ids) for row in rows[start : start + count])
-            start += count
-    return found
-
-
-def _file_facts(path: Path) -> dict[str, Any]:
+def row_file(path: Path) -> dict[str, Any]:
+    """Of a row file: name, sha256, rows, answer tokens, and what `regenerate` noted beside it. None: no such file."""
     facts: dict[str, Any] = {"name": path.name, "sha256": None, "rows": None, "answer_tokens": None, "settings": None}
     if not path.is_file():
         return facts
-    digest, count = hashlib.sha256(), 0
     with path.open("rb") as handle:
-        for line in handle:
-            digest.update(line)
-            count += bool(line.strip())
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    rows = read_rows(path)
     notes = {name: value for name, value in row_notes(path).items() if name != "dropped"}
-    return {**facts, "sha256": digest.hexdigest(), "rows": count, "settings": notes or None}
+    tokens = sum(len(row.answer_ids) for row in rows)
+    return {**facts, "sha256": digest, "rows": len(rows), "answer_tokens": tokens, "settings": notes or None}
 
 
 def shippable_recipe(recipe: Recipe) -> dict[str, Any]:

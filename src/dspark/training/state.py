@@ -54,8 +54,12 @@ def save_state(
     step: int,
     best: dict[str, Any],
     draft_ids: Tensor | None,
+    record: dict[str, Any] | None = None,
 ) -> Path:
-    """Write `out/state.safetensors` under a temporary name, then rename: a kill leaves the old or the new one."""
+    """Write `out/state.safetensors` under a temporary name, then rename: a kill leaves the old or the new one.
+
+    record: what the run has cost so far (training/provenance.py).
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
         tensors[f"parameter.{name}"] = parameter.detach().contiguous()
@@ -64,6 +68,7 @@ def save_state(
     if draft_ids is not None:
         tensors["draft_ids"] = draft_ids.contiguous()
     meta = {"recipe": recipe.model_dump(mode="json"), "data": fingerprint, "step": step, "best": best}
+    meta["record"] = record
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / (STATE_NAME + ".tmp")
@@ -90,6 +95,7 @@ class SavedState:
             self.fingerprint: str = meta["data"]
             self.step: int = meta["step"]
             self.best: dict[str, Any] = meta["best"]
+            self.record: dict[str, Any] | None = meta.get("record")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise DsparkError("training.out", str(self.path), f"is not a readable state ({error!r})") from error
         if header.get("format") != FORMAT:

@@ -42,6 +42,7 @@ from dspark.training.batches import Batches, MicroBatch, Reader, split_rows
 from dspark.training.features import FeatureSource
 from dspark.training.loss import LossStats
 from dspark.training.metrics import MetricsLog
+from dspark.training.provenance import RunRecord
 from dspark.training.recipe import Recipe, TrainingSection
 from dspark.training.setup import build_draft, finished_config, memory_estimate, open_features, read_training_rows
 from dspark.training.state import SavedState, data_fingerprint, has_state, save_state
@@ -82,9 +83,11 @@ def train(
     """Run a recipe. `target`, `source` and `rows` replace what the recipe names (they must agree with it).
 
     Leaves in `training.out`: `best/` and `last/` (drafts), `state.safetensors` (to resume), `metrics.jsonl`,
-    `tensorboard/`. stop_after: stop after that many steps in all, as an interrupt would.
+    `tensorboard/`, `training.json` and `training_prompts.txt` (also beside both drafts: training/provenance.py).
+    stop_after: stop after that many steps in all, as an interrupt would.
     Raises DsparkError on bad input, on an existing run without `resume`, and at the first non-finite value.
     """
+    started = time.perf_counter()
     console = console or Console()
     say = partial(console.print, highlight=False, soft_wrap=True)
     out = Path(recipe.training.out)
@@ -106,10 +109,10 @@ def train(
     say(f"memory of one step, estimated: {sum(parts.values()) / 2**30:.2f} GiB ({listed} MiB)")
     tokens = sum(len(row.answer_ids) for row in batches.rows)
     say(f"{len(batches.rows)} training rows ({tokens:,} answer tokens), {len(held)} held out")
-    run = _Run(
-        recipe, draft, target, batches, Validator(held, source, recipe, config.gamma), fingerprint, console, saved
-    )
-    return run.go(stop_after)
+    validator = Validator(held, source, recipe, config.gamma)
+    before, resumed = (saved.record, True) if saved is not None else (None, False)
+    record = RunRecord(recipe, config.gamma, train_rows, held, validator, started, resumed, before, say)
+    return _Run(recipe, draft, target, batches, validator, fingerprint, console, saved, record).go(stop_after)
 
 
 class _Stopper:
@@ -176,10 +179,11 @@ class _Run:
         fingerprint: str,
         console: Console,
         saved: SavedState | None,
+        record: RunRecord,
     ) -> None:
         self.recipe, self.training, self.out = recipe, recipe.training, Path(recipe.training.out)
         self.draft, self.target, self.batches, self.validator = draft, target, batches, validator
-        self.fingerprint, self.console = fingerprint, console
+        self.fingerprint, self.console, self.record = fingerprint, console, record
         t = self.training
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=t.lr, betas=t.betas, weight_decay=t.weight_decay, fused=True
@@ -287,15 +291,22 @@ class _Run:
     def _validate(self) -> None:
         if not self.validator.rows and not self.validator.replay_rows:
             return
+        hours, started = self.record.tick(), time.perf_counter()
         values = self.validator.run(self.draft, self.target)
+        self.record.validated(self.step, values, hours, time.perf_counter() - started)
         self.log.write("validation", self.step, values)
         self.log.line("validation", self.step, self.training.steps, values)
         acceptance = values.get("replay_acceptance")
         if acceptance is not None and acceptance > (self.best["acceptance"] or 0.0):
-            save_draft(self.draft, self.out / "best")
             self.best = {"acceptance": acceptance, "step": self.step}
+            save_draft(self.draft, self.out / "best", files=self.record.files(self.step, self.best, "best"))
+        self.record.write(self.step, self.best)
 
     def _save(self) -> None:
-        save_draft(self.draft, self.out / "last")
+        save_draft(self.draft, self.out / "last", files=self.record.files(self.step, self.best, "last"))
         draft_ids = self.draft.draft_ids if self.draft.config.reduced else None
-        save_state(self.out, self.draft, self.optimizer, self.recipe, self.fingerprint, self.step, self.best, draft_ids)
+        save_state(
+            self.out, self.draft, self.optimizer, self.recipe, self.fingerprint, self.step, self.best, draft_ids,
+            self.record.state,
+        )  # fmt: skip
+        self.record.write(self.step, self.best)
