@@ -1,10 +1,11 @@
-"""Acceptance, speedup, pass times and equality of ids on prompt suites: greedy, batch 1.
+"""Acceptance, speedup, pass times, equality of ids and of replay on prompt suites: greedy, batch 1.
 
-    python benchmarks/decode.py --data DIR --suites gsm8k,humaneval,mbpp --limit 40 --max-tokens 192
+    python benchmarks/decode.py --data DIR --limit 40 --max-tokens 192 > decode.json
 
 DIR holds <suite>.jsonl files of {"id", "turns"}; the first turn is asked. Every question is recorded in --out as
 soon as it is done, and a second call with the same settings goes on from there. A table goes to stderr, one JSON
-object to stdout. Exit code 1 when a mode's ids differ from plain decoding by more than a tie.
+object to stdout (which `python -m dspark.checkpoints.card FOLDER --measured decode.json` reads). Exit code 1 when a
+mode's ids differ from plain decoding, or replay from the served rounds, by more than a tie.
 
     python benchmarks/decode.py --linear
 
@@ -18,22 +19,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dspark.bench.compare import (
     PLAIN,
-    Comparison,
-    Difference,
     Mode,
     Question,
     Run,
@@ -44,12 +42,24 @@ from dspark.bench.compare import (
     run_question,
     warm_up,
 )
-from dspark.bench.metrics import Acceptance, Interval
+from dspark.bench.metrics import Interval
+from dspark.bench.overlap import find_overlap
 from dspark.bench.passes import measure_passes
-from dspark.checkpoints.builtin import load_named_draft
+from dspark.bench.served import check_replay
+from dspark.bench.suites import (
+    Journal,
+    Record,
+    best_speedups,
+    mean_acceptance,
+    mean_speedups,
+    replay_summary,
+    summarise_suite,
+)
+from dspark.checkpoints.builtin import draft_folder, load_named_draft
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import read_prompts
 from dspark.decoding.engine import Engine
+from dspark.decoding.proposers import DSparkProposer
 from dspark.decoding.request import Request
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
@@ -59,54 +69,8 @@ from dspark.targets.packed import PackedLinear, pack_linears
 from dspark.targets.transformers import load_target
 
 PASS_CONTEXT = 256
-LENGTHS = ("macro_length", "macro_length_without_loops", "micro_length")
+SUITES = "gsm8k,humaneval,mbpp,math500,mt-bench,livecodebench"
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass
-class Record:
-    """One finished question: its runs by mode (timed or from a batch), and where ids differ from plain's."""
-
-    suite: str
-    question: str
-    timed: bool
-    runs: dict[str, Run]
-    differences: list[Difference] = field(default_factory=list)
-
-
-RECORD = TypeAdapter(Record)
-
-
-class Journal:
-    """Records on disk, one JSON line each under a header of settings; a torn last line is dropped on opening.
-
-    Raises DsparkError when the file holds the results of other settings.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self.records = path, dict[tuple[str, str], Record]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            self._append(settings)
-            return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.decode().splitlines()
-        if not lines or json.loads(lines[0]) != settings:
-            raise DsparkError("out", str(path), "holds results of other settings; give another --out or delete it")
-        if len(whole) < len(data):
-            path.write_bytes(whole)
-        for line in lines[1:]:
-            record = RECORD.validate_json(line)
-            self.records[record.suite, record.question] = record
-
-    def add(self, record: Record) -> None:
-        self.records[record.suite, record.question] = record
-        self._append(RECORD.dump_python(record, mode="json"))
-
-    def _append(self, value: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value) + "\n")
 
 
 def run_suites(
@@ -136,7 +100,7 @@ def run_suites(
                         warm_up(singles, question, 16)
                         warm = True
                     runs, found = run_question(target, singles, modes, question, args.max_tokens, turn)
-                    journal.add(Record(suite, question.id, True, runs, found))
+                    journal.add(replayed(target, singles, question, Record(suite, question.id, True, runs, found)))
                     progress.advance(task)
             for start in range(0, len(waiting), args.batch):
                 for record in batched(target, batches, modes, suite, waiting[start : start + args.batch], args):
@@ -160,53 +124,16 @@ def batched(
             runs[index][mode.name] = Run.of(mode, questions[index], result)
     for question, by_mode in zip(questions, runs, strict=True):
         found = [find_difference(target, question, by_mode[PLAIN.name], by_mode[mode.name]) for mode in modes]
-        yield Record(suite, question.id, False, by_mode, [one for one in found if one is not None])
+        record = Record(suite, question.id, False, by_mode, [one for one in found if one is not None])
+        yield replayed(target, engines, question, record)
 
 
-def summarise_suite(suite: str, questions: Sequence[Question], modes: Sequence[Mode], journal: Journal) -> dict:
-    """Acceptance over all questions, speed over the timed ones."""
-    records = [journal.records[suite, question.id] for question in questions]
-    timed = [record for record in records if record.timed]
-
-    def comparison(chosen: Sequence[Record]) -> Comparison:
-        runs = {mode.name: [record.runs[mode.name] for record in chosen] for mode in modes}
-        return Comparison(list(modes), list(questions), 0, runs)
-
-    everything, fast = comparison(records), comparison(timed)
-    differences = [one for record in records for one in record.differences]
-    return {
-        "questions": len(records),
-        "timed_questions": len(timed),
-        "looping_answers": sum(record.runs[PLAIN.name].looping for record in records),
-        "ids_equal": not differences,
-        "ties": [str(one) for one in differences if one.tie],
-        "not_lossless": [str(one) for one in differences if not one.tie],
-        "modes": {
-            mode.name: {
-                "n": mode.n,
-                "acceptance": acceptance_json(everything.acceptance(mode)),
-                "speed": speed_json(fast, mode) if timed else None,
-            }
-            for mode in modes
-        },
-    }
-
-
-def acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
-    """Lengths count the bonus; histogram and conditional acceptance do not."""
-    value = asdict(acceptance)
-    value["conditional"] = [{**asdict(slot), "rate": slot.rate} for slot in acceptance.conditional]
-    return value
-
-
-def speed_json(comparison: Comparison, mode: Mode) -> dict[str, Any]:
-    """Tokens per second, and the speedup over plain with its interval over questions."""
-    value: dict[str, Any] = {}
-    for label, decode_only in (("end_to_end", False), ("decode_only", True)):
-        value[f"tokens_per_s_{label}"] = comparison.tokens_per_second(mode, decode_only=decode_only)
-        if mode != PLAIN:
-            value[f"speedup_{label}"] = asdict(comparison.speedup(mode, decode_only=decode_only))
-    return value
+def replayed(target: Target, engines: dict[str, Engine], question: Question, record: Record) -> Record:
+    """The record, with what the replay of plain decoding's answer says of its rounds."""
+    found = {name: engine.proposer for name, engine in engines.items()}
+    proposers = {name: one for name, one in found.items() if isinstance(one, DSparkProposer)}
+    record.partings = check_replay(target, proposers, question, record.runs, record.differences)
+    return record
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
@@ -238,8 +165,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
             f"{suite}: {result['questions']} questions, {result['looping_answers']} looping answers; speed from "
             f"{result['timed_questions']} of them, the others ran in batches for acceptance only"
         )
-        for line in (*result["ties"], *result["not_lossless"]):
+        for line in (*result["ties"], *result["not_lossless"], *result["replay"]["ties"], *result["replay"]["faults"]):
             console.print("  " + line, markup=False)
+    show_means(summary, console)
     passes = summary["passes"]
     rows = passes["verify"]
     for row in rows:
@@ -251,17 +179,24 @@ def show(summary: dict[str, Any], console: Console) -> None:
     )
 
 
+def show_means(summary: dict[str, Any], console: Console) -> None:
+    """Unweighted means over the suites, replay against served, and whether the draft knew the prompts."""
+    for name, lengths in summary["mean_acceptance_over_suites"].items():
+        speed = shown(summary["mean_speedup_over_suites"][name])
+        console.print(
+            f"mean over suites, {name}: acceptance {shown(lengths['macro_length'])}, "
+            f"without loops {shown(lengths['macro_length_without_loops'])}, speedup {speed}x"
+        )
+    best = summary["speedup_at_best_n"]
+    chosen = ", ".join(f"{suite} n = {one['n']}" for suite, one in best["suites"].items())
+    console.print(f"speedup at the best n, mean over suites: {shown(best['mean'])}x ({chosen})")
+    console.print(summary["replay"]["line"])
+    overlap = summary["overlap"]
+    console.print(overlap["line"], style="bold red" if overlap["in_training_set"] else None, markup=False)
+
+
 def shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def mean_speedups(suites: dict[str, Any], modes: Sequence[Mode]) -> dict[str, float | None]:
-    """Simple unweighted mean over the suites, end to end."""
-    means = {}
-    for mode in modes[1:]:
-        speeds = [result["modes"][mode.name]["speed"] for result in suites.values()]
-        means[mode.name] = fmean(s["speedup_end_to_end"]["value"] for s in speeds) if all(speeds) else None
-    return means
 
 
 def linear_times(target: Any, repeats: int = 15) -> list[dict[str, float]]:
@@ -290,7 +225,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="embedded:smollm2-135m")
     parser.add_argument("--draft", default="embedded", help="a draft folder, or `embedded`")
     parser.add_argument("--data", type=Path, help="folder of <suite>.jsonl files")
-    parser.add_argument("--suites", default="gsm8k,humaneval,mbpp")
+    parser.add_argument("--suites", default=SUITES)
     parser.add_argument("--limit", type=int, default=40, help="the first N questions of each suite")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--ns", default="3,7", help="draft tokens a round, one mode each")
@@ -331,17 +266,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = list(islice(text, min(PASS_CONTEXT, target.max_context - gamma - 1)))
     passes = measure_passes(target, draft, context, widths=(1, gamma + 1))
     run_suites(target, draft, suites, modes, journal, args)
-    results = {suite: summarise_suite(suite, questions, modes, journal) for suite, questions in suites.items()}
+    folder = draft_folder(args.draft)
+    results, records = {}, []
+    for suite, questions in suites.items():
+        found = [journal.records[suite, question.id] for question in questions]
+        known = find_overlap(folder, questions).to_json()
+        results[suite] = {**summarise_suite(questions, modes, found), "overlap": known}
+        records += found
+    how = {"greedy": True, "batch": 1, "draft_dtype": str(next(draft.parameters()).dtype)}
+    overlap = find_overlap(folder, [question for questions in suites.values() for question in questions])
     summary = {
-        "settings": {**settings, "greedy": True, "batch": 1, "speed_limit": args.speed_limit},
+        "settings": {**settings, **how, "speed_limit": args.speed_limit},
         "machine": describe_machine(),
         "passes": asdict(passes),
         "suites": results,
+        "mean_acceptance_over_suites": mean_acceptance(results, modes),
         "mean_speedup_over_suites": mean_speedups(results, modes),
+        "speedup_at_best_n": best_speedups(results, modes),
+        "replay": replay_summary(records),
+        "overlap": {**overlap.to_json(), "line": str(overlap)},
     }
     show(summary, console)
     print(json.dumps(summary, indent=1))
-    return 1 if any(result["not_lossless"] for result in results.values()) else 0
+    return 1 if any(result["not_lossless"] or result["replay"]["faults"] for result in results.values()) else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dspark.bench.compare import Comparison, Run, build_engines, compare, modes_for, render_questions, warm_up
+from dspark.bench.overlap import find_overlap
 from dspark.bench.page import render_page, table_rows, write_page
+from dspark.checkpoints.builtin import draft_folder
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, demo_prompts
 from dspark.drafts.dspark import DSparkDraft
@@ -38,6 +40,7 @@ def run_demo(
 ) -> Comparison:
     """Decode the prompts (the shipped ones when None) plain and at each n, greedy, batch 1; table and page.
 
+    draft_name: `embedded` or the draft's folder, where the prompts it was trained on are looked up.
     max_tokens: for each answer; a machine too slow for `time_budget` seconds gets fewer, and is told so.
     Returns the comparison; the caller exits non-zero unless `.lossless`. Raises DsparkError for n > gamma.
     """
@@ -58,11 +61,12 @@ def run_demo(
             progress.update(task, advance=1, description=f"{run.question}, {run.mode}")
 
         comparison = compare(target, draft, questions, modes, fitting, engines=engines, on_run=show)
-    machine = describe_machine()
+    machine, overlap = describe_machine(), find_overlap(draft_folder(draft_name), questions)
     settings = {
         "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}",
         "draft": draft_name,
         "decoding": f"greedy, batch 1, up to {fitting} tokens an answer",
+        "training prompts": str(overlap),
         "timing": "wall clock, one process, the modes' order rotated from prompt to prompt, warm-up not counted",
     }
     title = "dspark demo: plain decoding against speculation"
@@ -72,6 +76,7 @@ def run_demo(
     console.print(TABLE_NOTES, style="dim", highlight=False)
     for difference in comparison.differences:
         console.print(str(difference), style=None if difference.tie else "bold red", markup=False)
+    console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, highlight=False)
     console.print(_verdict(comparison), style="green" if comparison.lossless else "bold red")
     console.print(f"{machine['processor']}, torch {machine['torch']}, {machine['torch threads']} threads", style="dim")
     console.print(f"page: {out}", markup=False, soft_wrap=True)

@@ -10,7 +10,8 @@ import pytest
 from benchmarks import decode as benchmark
 
 from dspark.bench import compare
-from dspark.checkpoints.native import save_draft
+from dspark.checkpoints.native import PROMPTS_FILE, save_draft
+from dspark.data.prompts import prompt_hash, write_prompt_hashes
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
@@ -22,6 +23,7 @@ def arguments(
 ) -> tuple[list[str], Path]:
     folder = tmp_path_factory.mktemp("decode")
     save_draft(draft, folder / "draft")
+    write_prompt_hashes(folder / "draft" / PROMPTS_FILE, [prompt_hash("Maths 1  please"), prompt_hash("other")])
     (folder / "data").mkdir()
     for suite in ("maths", "code"):
         lines = [json.dumps({"id": f"{suite}/{i}", "turns": [f"{suite} {i} please", "more"]}) for i in range(5)]
@@ -60,6 +62,22 @@ def test_figures_resume_and_refusal(
         assert widest["speed"]["speedup_end_to_end"]["low"] <= widest["speed"]["speedup_end_to_end"]["high"]
     assert [row["tokens"] for row in whole["passes"]["verify"]] == [1, 8]
     assert set(whole["mean_speedup_over_suites"]) == {"n = 3", "n = 7"}
+    lengths = [suite["modes"]["n = 7"]["acceptance"]["macro_length"] for suite in whole["suites"].values()]
+    assert whole["mean_acceptance_over_suites"]["n = 7"]["macro_length"] == pytest.approx(sum(lengths) / 2)
+    best = whole["speedup_at_best_n"]
+    for name, one in best["suites"].items():
+        speeds = {m["n"]: m["speed"] for m in whole["suites"][name]["modes"].values() if m["n"]}
+        assert one["value"] == max(speed["speedup_end_to_end"]["value"] for speed in speeds.values())
+        assert speeds[one["n"]]["speedup_end_to_end"]["value"] == one["value"]
+    assert best["mean"] == pytest.approx(sum(one["value"] for one in best["suites"].values()) / 2)
+    shortest = whole["suites"]["maths"]["modes"]["n = 7"]["by_output_tokens"]
+    assert [(size, one["questions"]) for size, one in shortest.items()] == [("0-63", 4), ("64-127", 0), ("128-", 0)]
+    assert (whole["replay"]["answers"], whole["replay"]["equal"], whole["replay"]["faults"]) == (8, 8, [])
+    assert whole["replay"]["line"] == "replay equals served on 8 of 8 answers, round by round"
+    # case and white space apart, the draft was trained on "maths 1 please"
+    assert whole["suites"]["maths"]["overlap"] == {"asked": 4, "in_training_set": 1, "ids": ["maths/1"]}
+    assert whole["suites"]["code"]["overlap"] == {"asked": 4, "in_training_set": 0, "ids": []}
+    assert whole["overlap"]["line"].startswith("WARNING: 1 of 8 prompts are in the draft's training set (maths/1)")
 
     # Killed while writing the sixth record: the torn line goes, the five whole ones are not run again.
     lines = out.read_text().splitlines(keepends=True)
