@@ -14,7 +14,7 @@ from dspark import cli
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
 
-COMMANDS = ["generate", "regenerate", "card", "train", "replay", "inspect", "demo"]
+COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "demo"]
 
 
 @pytest.fixture(scope="session")
@@ -340,3 +340,18 @@ def test_an_undecodable_prompt_is_named(run, tiny_llama_folder):
     code, _, err = run("generate", "--target", tiny_llama_folder, "--draft", "none", "--prompt", "a\udcff")
     assert code == 2
     assert "Unicode" in err
+
+
+def test_invented_prompts_can_be_asked(run, tiny_llama_folder, tmp_path):
+    openings, out = tmp_path / "openings.txt", tmp_path / "prompts" / "invented.jsonl"
+    ask = ["invent", "--target", tiny_llama_folder, "--out", out, "--count", "40", "--max-tokens", "40"]
+    code, _, err = run(*ask, "--openings", openings)
+    assert code == 2 and "openings" in err and not out.parent.exists()
+    openings.write_text("say\n")
+    code, stdout, err = run(*ask, "--openings", openings)
+    assert code == 0, err
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert found and all(one["turns"][0].startswith("say") for one in found)
+    assert f"{len(found)} prompts of 40" in stdout
+    code, _, err = run("regenerate", "--target", tiny_llama_folder, "--prompts", out, "--out", tmp_path / "rows.jsonl")
+    assert code == 0, err
