@@ -3,8 +3,9 @@
     python benchmarks/choices.py --base smollm2-135m data.rows=ROWS.jsonl data.features=FOLDER \\
         --choices benchmarks/choices.yaml --seconds 150 --out runs/choices
 
-Every choice is the base recipe with a few values changed. A few steps of it are timed, it is trained for as many steps
-as fit --seconds (the learning rate runs its full course over exactly these), and the last weights are measured on the
+Every choice is the base recipe with a few values changed. A few steps of it are timed (processor time, so that
+other work on the machine favours none), it is trained for as many as fit --seconds (the learning rate runs its full
+course over exactly these), and the last weights are measured on the
 same held-out greedy rows as all others: replay acceptance (macro over prompts, bonus counted), teacher-forced tau, kept
 mass, and what a draft pass costs beside the target as serving loads it. Where choices differ in `data.answers`, all of
 the group train on the same number of rows.
@@ -162,7 +163,7 @@ class Workbench:
         }
 
     def _train(self, recipe: Recipe, steps: int, out: Path) -> tuple[DSparkDraft, list[float]]:
-        """(the draft after the last step, as it would be saved; seconds of each step). No validation on the way."""
+        """(the draft after the last step, as it would be saved; processor seconds of each step and thread)."""
         quiet = {"validation_rows": 0, "replay_rows": 0, "validate_every": 0, "save_every": 0, "log_every": 1}
         changed = recipe.training.model_copy(update={**quiet, "steps": steps, "out": str(out)})
         result = train(
@@ -172,7 +173,9 @@ class Workbench:
         if result.interrupted:
             raise KeyboardInterrupt
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return load_draft(out / "last"), [line["step_s"] for line in lines if line["kind"] == "train"]
+        threads = torch.get_num_threads()
+        spent = [line["step_cpu_s"] / threads for line in lines if line["kind"] == "train"]
+        return load_draft(out / "last"), spent
 
     def measure(self, draft: DSparkDraft, recipe: Recipe) -> dict[str, Any]:
         """Figures on the held-out rows, with the base recipe's anchors, loss and arithmetic for all choices."""
@@ -338,7 +341,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", default="smollm2-135m", help="recipe name or path")
     parser.add_argument("--choices", type=Path, default=Path(__file__).with_name("choices.yaml"))
     parser.add_argument("--only", help="groups to run, with commas between them; the baseline always runs")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of training, each choice")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of training a choice: processor time a thread")
     parser.add_argument("--timed-steps", type=int, default=12, help="steps that are timed first")
     parser.add_argument("--held-rows", type=int, default=10**9, help="measure on the first N held-out greedy rows only")
     parser.add_argument("--ns", default="7,3", help="draft tokens a round to measure")

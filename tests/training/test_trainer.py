@@ -65,7 +65,7 @@ def test_four_steps_are_two_and_two(
     assert any(name.startswith("exp_avg_sq.") for name in a.tensors)
     for name, tensor in a.tensors.items():
         assert torch.equal(tensor, b.tensors[name]), name
-    timings = {"tokens_per_s", "blocks_per_s", "step_s", "data_wait_s", "data_wait_share"}
+    timings = {"tokens_per_s", "blocks_per_s", "step_s", "step_cpu_s", "data_wait_s", "data_wait_share"}
     for kind in ("train", "validation"):
         for one, other in zip(records(whole.training.out, kind), records(parts.training.out, kind), strict=True):
             assert {k: v for k, v in one.items() if k not in timings} == {

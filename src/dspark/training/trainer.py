@@ -145,6 +145,7 @@ class _Window:
         self.tokens = 0
         self.steps = 0
         self.waited = self.validated = 0.0
+        self.processor = 0.0  # of the process while stepping: what a step costs, however busy the machine is
         self.started = time.perf_counter()
 
     def metrics(self, grad_norm: float, lr: float) -> dict[str, float]:
@@ -156,6 +157,7 @@ class _Window:
             "tokens_per_s": self.tokens / elapsed,
             "blocks_per_s": self.stats.blocks / elapsed,
             "step_s": elapsed / max(self.steps, 1),
+            "step_cpu_s": self.processor / max(self.steps, 1),
             "data_wait_s": self.waited,
             "data_wait_share": self.waited / elapsed,
         }
@@ -223,7 +225,9 @@ class _Run:
         t = self.training
         window = _Window(self.draft.config.gamma)
         while self.step < end and not stopper.asked:
+            processor = time.process_time()
             norm, lr = self._one_step(batches, window)
+            window.processor += time.process_time() - processor
             self.step += 1
             show()
             last = self.step == t.steps
