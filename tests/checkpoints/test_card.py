@@ -14,6 +14,7 @@ from dspark.checkpoints import builtin, card
 from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
+from dspark.targets.embedded import EMBEDDED
 
 CHAIN: dict[str, Any] = {
     "draft": {"which": "best", "step": 900, "hours": 0.75},
@@ -80,7 +81,9 @@ def test_everything_recorded_is_in_the_card(make_config) -> None:
     total = parameter_counts(config)["total"]
     text = card.model_card(config, TRAINING, figures(total))
     head = yaml.safe_load(text.split("---")[1])
-    assert head == {"license": "apache-2.0", "base_model": "tiny", "tags": ["dspark", "speculative-decoding"]}
+    assert head == {"base_model": "tiny", "tags": ["dspark", "speculative-decoding"]}
+    embedded = card.model_card(config.model_copy(update={"target_name": EMBEDDED}), TRAINING, None)
+    assert yaml.safe_load(embedded.split("---")[1])["license"] == "apache-2.0"
     for line in (
         f"up to {config.gamma} tokens",
         "dspark generate --draft FOLDER --target tiny",

@@ -57,6 +57,22 @@ def test_a_kill_while_saving_leaves_the_older_state(
     assert SavedState(tmp_path).step == 1
 
 
+def test_a_state_from_before_a_setting_existed_goes_on_with_its_default(
+    make_recipe: Make, draft: DSparkDraft, rows: list[Row], tmp_path: Path
+) -> None:
+    recipe, fingerprint = make_recipe(), data_fingerprint(rows)
+    save_state(tmp_path, draft, torch.optim.AdamW(draft.parameters()), recipe, fingerprint, 1, {}, draft.draft_ids)
+    saved = SavedState(tmp_path)
+    del saved.recipe["training"]["block_widths"]
+    saved.check(recipe, fingerprint)
+    saved.recipe["training"]["no_longer_there"] = 1
+    with pytest.raises(DsparkError, match="no_longer_there"):
+        saved.check(recipe, fingerprint)
+    other = recipe.model_copy(update={"training": recipe.training.model_copy(update={"block_widths": (1,)})})
+    with pytest.raises(DsparkError, match="block_widths"):
+        saved.check(other, fingerprint)
+
+
 def test_damaged_states_are_refused(make_recipe: Make, draft: DSparkDraft, rows: list[Row], tmp_path: Path) -> None:
     with pytest.raises(DsparkError, match="no saved run"):
         SavedState(tmp_path)

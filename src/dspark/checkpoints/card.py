@@ -19,6 +19,7 @@ from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, re
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
+from dspark.targets.embedded import EMBEDDED
 
 Json = Mapping[str, Any]
 UNKNOWN = "not recorded"
@@ -76,9 +77,10 @@ def _facts(rows: Sequence[tuple[str, str]]) -> str:
 def _head(config: DraftConfig) -> str:
     target = said(config.target_name)
     kind = "DSpark" if config.markov_rank or config.enable_confidence_head else "DFlash"
+    # The embedded target's licence, and so that of drafts which start from its layers; of others we know nothing.
+    licence = "license: apache-2.0\n" if config.target_name == EMBEDDED else ""
     return f"""---
-license: apache-2.0
-base_model: {json.dumps(target)}
+{licence}base_model: {json.dumps(target)}
 tags:
 - dspark
 - speculative-decoding

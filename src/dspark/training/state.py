@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -108,10 +109,17 @@ class SavedState:
 
     def check(self, recipe: Recipe, fingerprint: str) -> None:
         """Raises DsparkError naming the first setting or the data that differs from the saved run's."""
-        for key, saved, now in _differences(self.recipe, recipe.model_dump(mode="json")):
+        for key, saved, now in _differences(self._saved_recipe(), recipe.model_dump(mode="json")):
             raise DsparkError(key, now, f"the saved run has {saved!r}; keep it, or start a new run with training.init")
         if self.fingerprint != fingerprint:
             raise DsparkError("data.rows", fingerprint[:12], "the saved run was trained on other rows")
+
+    def _saved_recipe(self) -> dict[str, Any]:
+        """The saved recipe with today's defaults for settings that did not exist when it was saved."""
+        try:
+            return Recipe.model_validate(self.recipe).model_dump(mode="json")
+        except ValidationError:
+            return self.recipe  # a setting is gone since: the comparison names it
 
     def restore(self, draft: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Parameters and moments, bit for bit. Raises DsparkError on a missing, extra or misshapen tensor."""
