@@ -206,6 +206,17 @@ def test_held_out_prompts_keep_their_turns_together(make_recipe: Make, rows: lis
         split_rows(rows, make_recipe(data={"held_out": 12}).data)
 
 
+def test_a_prompt_under_two_ids_is_not_on_both_sides(make_recipe: Make, rows: list[Row]) -> None:
+    data = make_recipe(data={"held_out": 1}).data
+    held = split_rows(rows, data)[1][0]
+    same = {"prompt_hash": "0" * 16}
+    marked = [row.model_copy(update=same) if row.id == held.id else row for row in rows]
+    other = next(row for row in split_rows(rows, data)[0] if row.turn == 0)
+    twin = other.model_copy(update={"id": "twin", **same})
+    train, _ = split_rows([*marked, twin], data)
+    assert {row.id for row in train} == {row.id for row in rows} - {row.id for row in split_rows(rows, data)[1]}
+
+
 def test_the_memory_estimate_counts_what_is_there(
     make_recipe: Make, draft: DSparkDraft, target: TransformersTarget, rows: list[Row]
 ) -> None:

@@ -36,6 +36,7 @@ def held_out_draw(row: Row) -> float:
 def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows), the held-out ones in the order of their prompts' hashes.
 
+    A training row whose opening prompt has the words of a held-out one, under another id, is left out.
     Raises DsparkError when no row would be left to train on.
     """
     hashes = {row.source: held_out_draw(row) for row in rows}
@@ -45,6 +46,8 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
         out = set(sorted(hashes, key=lambda source: hashes[source])[: data.held_out])
         train = [row for row in rows if row.source not in out]
         held = [row for row in rows if row.source in out]
+    words = {row.prompt_hash for row in held if row.turn == 0} - {None}
+    train = [row for row in train if row.turn > 0 or row.prompt_hash not in words]
     if not train:
         raise DsparkError(
             "data.held_out",
