@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from dspark.checkpoints.native import load_draft, save_draft
 from dspark.data.rows import Row
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
@@ -80,15 +82,25 @@ def test_a_draft_starts_from_bigrams(
     assert unseen and not draft.markov_head.markov_w1.weight[unseen].any()
 
 
-def test_heads_that_have_no_bigram_bias_are_refused(make_recipe: Callable[..., Recipe], tmp_path) -> None:
+def test_the_folder_of_a_draft_brings_its_own_head(
+    make_recipe: Callable[..., Recipe], target: TransformersTarget, rows: list[Row], tmp_path: Path
+) -> None:
+    recipe = make_recipe(draft={"markov_rank": 4})
+    given = build_draft(recipe, finished_config(recipe, target, rows), target, rows, None, lambda _: None)
+    save_draft(given, tmp_path / "given")
+    again = make_recipe(draft={"markov_rank": 4}, init=str(tmp_path / "given"), markov_init="bigram")
+    draft = build_draft(again, finished_config(again, target, rows), target, rows, None, lambda _: None)
+    kept = load_draft(tmp_path / "given")
+    assert torch.equal(draft.markov_head.markov_w1.weight, kept.markov_head.markov_w1.weight)
+
+
+def test_heads_that_have_no_bigram_bias_are_refused(make_recipe: Callable[..., Recipe]) -> None:
     for draft, found in (
         ({"markov_rank": 0, "confidence_head_with_markov": False}, "vanilla head of rank 0"),
         ({"markov_head_type": "rnn"}, "rnn head"),
     ):
         with pytest.raises(DsparkError, match=f"markov_init.*{found}"):
             make_recipe(draft=draft, markov_init="bigram").check()
-    with pytest.raises(DsparkError, match=r"markov_init.*undo"):
-        make_recipe(init=str(tmp_path), markov_init="bigram").check()
     rows = [Row(id="a", source="a", prompt_ids=[1], answer_ids=[1, 1], finish="length")]
     with pytest.raises(DsparkError, match="no pair of draft tokens"):
         bigram_log_odds(rows, IDS, V)

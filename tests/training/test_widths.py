@@ -101,6 +101,11 @@ def test_a_run_of_several_widths_resumes_exactly(
     assert all("acceptance/4" in line for line in lines if line["kind"] == "validation")
 
 
+def test_all_widths_are_those_up_to_gamma(make_recipe: Make) -> None:
+    training = make_recipe(block_widths="all").training
+    assert {block_width(training, 4, step, 0) for step in range(60)} == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("widths", [[0, 4], [5], []])
 def test_widths_the_draft_cannot_have_are_refused(widths: list[int], make_recipe: Make) -> None:
     with pytest.raises((DsparkError, ValueError), match=r"block_widths"):

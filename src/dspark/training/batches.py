@@ -114,7 +114,7 @@ def block_width(training: TrainingSection, gamma: int, step: int, micro: int) ->
 
     Serving n tokens runs blocks of n slots, which see fewer masks beside them than the first n of gamma slots do.
     """
-    widths = training.block_widths
+    widths = tuple(range(1, gamma + 1)) if training.block_widths == "all" else training.block_widths
     if widths is None:
         return gamma
     source = generator(training.seed, "width", step, micro)

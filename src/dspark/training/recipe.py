@@ -70,8 +70,9 @@ class TrainingSection(_Section):
     layers) or the folder of a draft. 0 for validate_every or save_every means: at the end only.
     init_vocabulary: with the folder of a draft, `keep` its reduced vocabulary, or `recount` one in these rows (of
     another size too): the ids in both keep what was learned, the others start afresh.
-    markov_init: `default`, or `bigram` for the log-odds of the answers' bigrams (training/bigrams.py).
-    block_widths: each micro-batch trains blocks of one of these widths, drawn anew; None = always gamma.
+    markov_init: of a Markov head that starts afresh, `default`, or `bigram` for the log-odds of the answers' bigrams
+    (training/bigrams.py); the folder of a draft brings its own.
+    block_widths: each micro-batch trains blocks of one of these widths, drawn anew; `all` = 1..gamma, None = gamma.
     """
 
     steps: int = Field(default=4000, ge=1)
@@ -98,7 +99,7 @@ class TrainingSection(_Section):
     init: str = "random"
     init_vocabulary: Literal["keep", "recount"] = "keep"
     markov_init: Literal["default", "bigram"] = "default"
-    block_widths: tuple[int, ...] | None = Field(default=None, min_length=1)
+    block_widths: Literal["all"] | tuple[int, ...] | None = None
 
     @field_validator("betas")
     @classmethod
@@ -130,18 +131,16 @@ class Recipe(_Section):
     def check(self) -> None:
         """Raises DsparkError naming a setting of the training that this draft cannot have."""
         config, training = self.draft_config(), self.training
-        for field, widths in (("replay_n", (training.replay_n,)), ("block_widths", training.block_widths)):
-            if any(width is not None and not 1 <= width <= config.gamma for width in widths or ()):
-                raise DsparkError(f"training.{field}", getattr(training, field), f"must be 1..{config.gamma}")
-        if training.markov_init == "bigram":
-            if not config.markov_rank or config.markov_head_type != "vanilla":
-                head = f"a {config.markov_head_type} head of rank {config.markov_rank}"
-                raise DsparkError(
-                    "training.markov_init", "bigram", f"needs a vanilla Markov head, the draft has {head}"
-                )
-            if training.init not in ("random", "target-layers"):
-                remedy = f"would undo the Markov head of the draft in {training.init}; use default"
-                raise DsparkError("training.markov_init", "bigram", remedy)
+        if training.replay_n is not None and not 1 <= training.replay_n <= config.gamma:
+            raise DsparkError("training.replay_n", training.replay_n, f"must be 1..{config.gamma}")
+        widths = training.block_widths
+        if isinstance(widths, tuple) and not (widths and all(1 <= width <= config.gamma for width in widths)):
+            remedy = f"must be `all`, or a list of widths in 1..{config.gamma}"
+            raise DsparkError("training.block_widths", list(widths), remedy)
+        if training.markov_init == "bigram" and not (config.markov_rank and config.markov_head_type == "vanilla"):
+            head = f"a {config.markov_head_type} head of rank {config.markov_rank}"
+            remedy = f"needs a vanilla Markov head, the draft has {head}; use default"
+            raise DsparkError("training.markov_init", "bigram", remedy)
 
 
 def recipe_names() -> list[str]:

@@ -140,7 +140,7 @@ def build_draft(
     elif init == "target-layers":
         copied_names = copy_target_layers(draft, target)
         say(f"first weights from the target's last {config.num_hidden_layers} layers ({len(copied_names)} tensors)")
-    if recipe.training.markov_init == "bigram":
+    if recipe.training.markov_init == "bigram" and given is None:
         say(start_from_bigrams(draft, rows))
     draft.bind(target.embedding_weight.detach(), target.head_weight.detach())
     return draft
