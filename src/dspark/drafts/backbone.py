@@ -24,7 +24,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; statistics in fp32 for half types."""
+    """x / rms(x) * weight over the last dimension, in the weight's type; statistics in fp32 for half types."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
