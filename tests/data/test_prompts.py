@@ -69,9 +69,11 @@ def test_bad_lines_are_named(tmp_path, line, field, said):
     assert said in str(caught.value)
 
 
-def test_same_id_in_two_files_of_a_folder_is_refused(tmp_path):
-    for name in ("a.jsonl", "b.jsonl"):
-        _write(tmp_path / name, {"id": "same", "turns": ["hi"]})
+def test_an_id_for_two_prompts_is_refused_and_a_prompt_in_two_files_is_read_once(tmp_path):
+    _write(tmp_path / "a.jsonl", {"id": "same", "turns": ["hi"]})
+    _write(tmp_path / "b.jsonl", {"id": "same", "turns": ["hi"]}, {"id": "more", "turns": ["ho"]})
+    assert [one.id for one in read_prompts(tmp_path)] == ["same", "more"]
+    _write(tmp_path / "c.jsonl", {"id": "same", "turns": ["hi", "again"]})
     with pytest.raises(DsparkError, match=r"already used at .*a\.jsonl:1"):
         read_prompts(tmp_path)
 

@@ -56,7 +56,7 @@ def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = 
     A line is {"id": "...", "turns": ["...", ...]}. `limit` keeps the first ones. A `seed` shuffles all of them
     first, by the hash of (seed, id), so that any first part of the work (a limit, a run that was stopped) is a mixture.
     Raises DsparkError naming file, line, field and value: unreadable JSON, an unknown or missing field, a blank
-    turn, an id used twice.
+    turn, an id used for two prompts.
     """
     if limit is not None and limit < 1:
         raise DsparkError("limit", limit, "must be at least 1")
@@ -186,12 +186,15 @@ def _prompt(identity: Any, turns: Any, place: str) -> Prompt:
 
 
 def _unique(placed: Iterable[tuple[str, Prompt]]) -> Iterator[Prompt]:
-    seen: dict[str, str] = {}
+    """Each prompt once. An id may come again with the same turns (two invented sets share some), not with others."""
+    seen: dict[str, tuple[str, tuple[str, ...]]] = {}
     for place, prompt in placed:
-        if prompt.id in seen:
-            raise DsparkError(f"{place}: id", prompt.id, f"is already used at {seen[prompt.id]}; ids must be unique")
-        seen[prompt.id] = place
-        yield prompt
+        if prompt.id not in seen:
+            seen[prompt.id] = place, prompt.turns
+            yield prompt
+        elif seen[prompt.id][1] != prompt.turns:
+            remedy = f"is already used at {seen[prompt.id][0]} for another prompt; ids must be unique"
+            raise DsparkError(f"{place}: id", prompt.id, remedy)
 
 
 def _hub(name: str) -> Iterator[tuple[str, Prompt]]:
