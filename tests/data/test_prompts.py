@@ -58,7 +58,7 @@ def test_a_seed_gives_a_stable_shuffle_whose_every_beginning_is_a_mixture(tmp_pa
         ({"id": "x", "turns": [3]}, "p.jsonl:2: turns[0]", "3"),
         ({"turns": ["hi"]}, "p.jsonl:2: id", "non-empty"),
         ({"id": "x", "turns": ["hi"], "answer": "4"}, "p.jsonl:2: answer", "unknown field"),
-        ({"id": "first", "turns": ["hi"]}, "p.jsonl:2: id", "p.jsonl:1"),
+        ({"id": "first", "turns": ["ho"]}, "p.jsonl:2: id", "p.jsonl:1"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, field, said):
