@@ -94,6 +94,7 @@ class RaggedCache:
                 )
             self.segments.append(Segment(cache, row, count, cache.length))
             row += count
+        self.counts = [count for _, count in batch]
 
     def positions(self, device: torch.device) -> Tensor:
         """Position ids of the flat row, [1, rows]."""
@@ -101,8 +102,7 @@ class RaggedCache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Write keys, values [1, kv_heads, rows, head_dim] at per-request offsets; attention reads them in place."""
-        counts = [s.count for s in self.segments]
-        parts = zip(self.segments, keys.split(counts, dim=2), values.split(counts, dim=2), strict=True)
+        parts = zip(self.segments, keys.split(self.counts, dim=2), values.split(self.counts, dim=2), strict=True)
         for s, new_keys, new_values in parts:
             s.cache.write(layer_idx, s.start, new_keys, new_values)
         return keys, values
@@ -141,7 +141,7 @@ def ragged_attention(
         raise DsparkError("target", type(module).__name__, f"{lacks}, so it cannot be run here; use another target")
     layer: int = module.layer_idx  # type: ignore[assignment]
     parts = []
-    for s, q in zip(ragged.segments, query.split([s.count for s in ragged.segments], dim=2), strict=True):
+    for s, q in zip(ragged.segments, query.split(ragged.counts, dim=2), strict=True):
         end = s.start + s.count
         held_k, held_v = s.cache.keys[layer], s.cache.values[layer]
         assert held_k is not None and held_v is not None  # update() ran just before
