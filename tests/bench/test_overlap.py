@@ -35,7 +35,8 @@ def test_some_of_them_are_named_aloud(tmp_path: Path) -> None:
     assert "and 2 more" in str(overlap)
 
 
-def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / PROMPTS_FILE).write_text("no hash\n")
+@pytest.mark.parametrize("text", ["no hash\n", ""])
+def test_a_broken_file_is_an_error_and_no_clean_bill(tmp_path: Path, text: str) -> None:
+    (tmp_path / PROMPTS_FILE).write_text(text)
     with pytest.raises(DsparkError, match=PROMPTS_FILE):
         find_overlap(tmp_path, QUESTIONS)

@@ -138,12 +138,19 @@ def test_prompt_hashes_are_written_once_each_sorted_and_read_back(tmp_path):
     write_prompt_hashes(tmp_path / "deep" / "seen.txt", iter(hashes))
     assert (tmp_path / "deep" / "seen.txt").read_text().splitlines() == sorted(set(hashes))
     assert read_prompt_hashes(tmp_path / "deep" / "seen.txt") == frozenset(hashes) and len(set(hashes)) == 3
-    write_prompt_hashes(tmp_path / "deep" / "none.txt", [])
-    assert read_prompt_hashes(tmp_path / "deep" / "none.txt") == frozenset()
     with pytest.raises(DsparkError, match="prompt hash"):
         write_prompt_hashes(tmp_path / "deep" / "seen.txt", ["0" * 16, "a text"])
     assert read_prompt_hashes(tmp_path / "deep" / "seen.txt") == frozenset(hashes), "the old file is still there"
-    assert sorted(file.name for file in (tmp_path / "deep").iterdir()) == ["none.txt", "seen.txt"]
+    assert sorted(file.name for file in (tmp_path / "deep").iterdir()) == ["seen.txt"]
+
+
+def test_no_prompt_hashes_are_not_a_list_of_them(tmp_path):
+    path = tmp_path / "none.txt"
+    with pytest.raises(DsparkError, match="prompt hashes"):
+        write_prompt_hashes(path, [])
+    path.touch()
+    with pytest.raises(DsparkError, match="none.txt.*is empty"):
+        read_prompt_hashes(path)
 
 
 @pytest.mark.parametrize("line", [b"", b"0" * 15, b"0" * 17, b"A" * 16, b"\xff" * 16, b" " + b"0" * 16])

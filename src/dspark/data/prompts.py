@@ -97,8 +97,11 @@ def prompt_hash(text: str) -> str:
 
 
 def write_prompt_hashes(path: str | Path, hashes: Iterable[str]) -> None:
-    """Write prompt hashes as a text file, each once, one a line, sorted. Raises DsparkError on what is no hash."""
+    """Write prompt hashes as a text file, each once, one a line, sorted. Raises DsparkError on what is no hash, or
+    when there is none: an empty list would read as if no prompt had ever been trained on."""
     found = sorted(set(hashes))
+    if not found:
+        raise DsparkError("prompt hashes", str(path), "there is none to write")
     for one in found:
         if not _HASH.fullmatch(one):
             raise DsparkError("prompt hash", one, "must be 16 hex digits (prompt_hash)")
@@ -106,7 +109,7 @@ def write_prompt_hashes(path: str | Path, hashes: Iterable[str]) -> None:
 
 
 def read_prompt_hashes(path: str | Path) -> frozenset[str]:
-    """The hashes that `write_prompt_hashes` wrote. Raises DsparkError naming the file, and the line that is none."""
+    """The hashes that `write_prompt_hashes` wrote. Raises DsparkError naming the file when it is empty, and the line that is none."""
     path = Path(path)
     if not path.is_file():
         raise DsparkError("prompt hashes", str(path), "no such file")
@@ -114,6 +117,8 @@ def read_prompt_hashes(path: str | Path) -> frozenset[str]:
     for number, line in enumerate(lines, start=1):
         if not _HASH.fullmatch(line):
             raise DsparkError(f"{path}:{number}", line[:60], "must be 16 hex digits, one prompt hash a line")
+    if not lines:
+        raise DsparkError("prompt hashes", str(path), "is empty; copy it again, or remove it: the prompts are not known")
     return frozenset(lines)
 
 
