@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dspark.data.chat import ChatRenderer
-from dspark.data.invent import invent, read_openings, write_prompts
+from dspark.data.invent import _distinct, invent, read_openings, write_prompts
 from dspark.data.prompts import prompt_hash, read_prompts
 from dspark.decoding.engine import Engine
 from dspark.errors import DsparkError
@@ -22,7 +22,8 @@ def test_prompts_start_as_asked_and_are_distinct(tiny_target):
     assert {text.split()[0] for (text,) in (one.turns for one in prompts)} <= {"Write", "How"}
     hashes = [prompt_hash(one.turns[0]) for one in prompts]
     assert len(set(hashes)) == len(hashes)
-    assert [one.id for one in prompts] == [f"invented/{one}" for one in hashes]
+    ids = [one.id for one in prompts]
+    assert len(set(ids)) == len(ids) and all(one.startswith("invented/") for one in ids)
     assert not any("<|im_end|>" in one.turns[0] for one in prompts)
 
 
@@ -59,6 +60,20 @@ def test_openings_that_are_none(tmp_path, content):
         path.write_text(content)
     with pytest.raises(DsparkError, match="openings"):
         read_openings(path)
+
+
+def test_two_sets_that_differ_in_case_can_be_read_together(tmp_path):
+    for number, texts in enumerate((["What is AI?", "what is  AI?", "Hi"], ["what is AI?", "Hi"])):
+        prompts = _distinct(iter(texts))
+        assert len(prompts) == 2
+        write_prompts(tmp_path / f"{number}.jsonl", prompts)
+    assert [one.turns[0] for one in read_prompts(tmp_path)] == ["What is AI?", "Hi", "what is AI?"]
+
+
+def test_openings_that_are_no_utf8(tmp_path):
+    (tmp_path / "openings.txt").write_bytes("Erklär mir".encode("latin-1"))
+    with pytest.raises(DsparkError, match=r"openings = .*is not UTF-8 text"):
+        read_openings(tmp_path / "openings.txt")
 
 
 @pytest.mark.parametrize(("field", "value"), [("count", 0), ("temperature", 0.0)])

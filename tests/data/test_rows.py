@@ -163,3 +163,19 @@ def test_a_prompt_hash_is_16_hex_digits(tmp_path, value):
     (tmp_path / "rows.jsonl").write_text(json.dumps({**line, "prompt_hash": value}) + "\n")
     with pytest.raises(DsparkError, match=r"rows\.jsonl:1: prompt_hash"):
         read_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"answer_ids": [3, 2**63]}, "token id"),
+        ({"prompt_ids": [-1, 3]}, "token id"),
+    ],
+)
+def test_numbers_that_no_row_can_have_are_refused(tmp_path, change, field):
+    line = {"id": "a", "source": "s", "prompt_ids": [1], "answer_ids": [2], "finish": "stop", **change}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(DsparkError, match=rf"rows\.jsonl:1: {field}"):
+        read_rows(tmp_path / "rows.jsonl")

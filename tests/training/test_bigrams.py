@@ -14,6 +14,7 @@ from dspark.checkpoints.native import load_draft, save_draft
 from dspark.data.rows import Row
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
+from dspark.training import bigrams
 from dspark.training.bigrams import PSEUDO_COUNTS, bigram_log_odds, factorise
 from dspark.training.recipe import Recipe
 from dspark.training.setup import build_draft, finished_config
@@ -64,6 +65,31 @@ def test_factors_reach_the_matrix_with_their_rank() -> None:
     wide = factorise(odds, weights, 50)
     assert wide[0].shape == (V, 50) and not wide[0][:, 6:].any() and torch.isfinite(wide[0]).all()
     assert torch.equal(factorise(odds, weights, 3)[0], factorise(odds, weights, 3)[0])
+
+
+@pytest.mark.parametrize("answers", [3, 40])
+def test_few_bigrams_in_a_large_vocabulary_give_the_same_factors_every_time(answers: int) -> None:
+    """A matrix of hardly any rows has no rank-50 part: an iteration that restarts at random fills it differently."""
+    rows, size = make_rows(answers), 3000
+    odds, weights = bigram_log_odds(rows, list(range(2, size)), size)
+    first = factorise(odds, weights, 50)
+    for _ in range(3):
+        again = factorise(odds, weights, 50)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert torch.allclose(first[0] @ first[1].T, torch.from_numpy(odds.toarray()).float(), atol=1e-5)
+
+
+def test_the_iteration_for_large_matrices_finds_what_all_singular_values_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.rand(40, 60, generator=generator) ** 3 * 40).long().tolist()
+    rows = [
+        Row(id=str(n), source="p", prompt_ids=[1], answer_ids=answer, finish="length") for n, answer in enumerate(drawn)
+    ]
+    odds, weights = bigram_log_odds(rows, list(range(40)), 40)
+    dense = factorise(odds, weights, 5)
+    monkeypatch.setattr(bigrams, "DENSE", 0)
+    iterated = factorise(odds, weights, 5)
+    assert torch.allclose(dense[0] @ dense[1].T, iterated[0] @ iterated[1].T, atol=1e-5)
 
 
 def test_a_draft_starts_from_bigrams(

@@ -170,12 +170,36 @@ def test_other_features_are_refused(folder: Path, target: TransformersTarget, ro
             cached.expect(*change)
     with pytest.raises(DsparkError, match=r"features\.dtype"):
         FeatureWriter(folder, target, TAPS, "bf16")
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**index, "target_dtype": "bfloat16"}))
+    with pytest.raises(DsparkError, match=r"features\.target_dtype = 'bfloat16'.*other features than 'float32'"):
+        FeatureWriter(folder, target, TAPS, "fp32")
+    (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(DsparkError, match=r"features\.taps"):
         FeatureWriter(folder, target, (0, 3), "fp32")
     with pytest.raises(DsparkError, match="has no row"):
         cached.get(rows[0].model_copy(update={"id": "unknown"}))
-    with pytest.raises(DsparkError, match="positions, the row needs"):
-        cached.get(rows[0].model_copy(update={"answer_ids": rows[0].answer_ids[:-1]}))
+    shorter = rows[0].model_copy(update={"answer_ids": rows[0].answer_ids[:-1]})
+    edited = rows[0].model_copy(update={"answer_ids": [*rows[0].answer_ids[:-1], 5]})
+    turned = rows[0].model_copy(update={"prompt_ids": rows[0].ids[:-1], "answer_ids": rows[0].ids[-1:]})
+    for changed in (shorter, edited, turned):
+        assert changed not in cached
+        with pytest.raises(DsparkError, match=r"holds features of other ids under this id.*capture again"):
+            cached.get(changed)
+
+
+def test_a_row_that_was_changed_is_captured_again(
+    folder: Path, source: InProcessFeatures, target: TransformersTarget, rows: list[Row]
+) -> None:
+    """The states of the old ids stay in their shard, unread; the other rows keep theirs."""
+    edited = rows[1].model_copy(update={"answer_ids": [*rows[1].answer_ids[:-1], 5, 6]})
+    now = [rows[0], edited, *rows[2:]]
+    with FeatureWriter(folder, target, TAPS, "fp32") as writer:
+        assert cache_features(source, now, writer, say=lambda _: None) == 1
+        assert cache_features(source, now, writer, say=lambda _: None) == 0
+    cached = CachedFeatures(folder)
+    for row in now:
+        assert torch.equal(cached.get(row).taps, source.get(row).taps)
 
 
 def test_damaged_folders_are_refused(folder: Path, rows: list[Row], tmp_path: Path) -> None:
@@ -186,6 +210,9 @@ def test_damaged_folders_are_refused(folder: Path, rows: list[Row], tmp_path: Pa
     with pytest.raises(DsparkError, match="cannot be read"):
         CachedFeatures(folder).get(rows[0])
     index = CachedFeatures(folder).index
+    (folder / "index.json").write_text(json.dumps({**index, "format": 1}))
+    with pytest.raises(DsparkError, match=r"older version.*capture again"):
+        CachedFeatures(folder)
     for damage in ({"rows": []}, {"rows": {rows[0].id: 3}}, {"taps": None}):
         (folder / "index.json").write_text(json.dumps({**index, **damage}))
         with pytest.raises(DsparkError, match="damaged"):
@@ -205,13 +232,14 @@ def test_a_short_disk_is_refused_before_the_start(tmp_path: Path, monkeypatch: p
         check_disk(tmp_path, 11 * 2**30, told.append)
 
 
-def test_a_writer_with_nothing_new_leaves_the_index_of_another_alone(
+def test_a_folder_has_one_writer_at_a_time(
     source: InProcessFeatures, target: TransformersTarget, rows: list[Row], tmp_path: Path
 ) -> None:
-    """A second run that is refused must not put back the index it read before the first one wrote its own."""
-    FeatureWriter(tmp_path, target, source.taps).flush()
-    refused = FeatureWriter(tmp_path, target, source.taps)
-    with FeatureWriter(tmp_path, target, source.taps) as writer:
+    with FeatureWriter(tmp_path / "f", target, source.taps) as writer:
+        with pytest.raises(DsparkError, match=r"features = .*being written by another run"):
+            FeatureWriter(tmp_path / "f", target, source.taps)
         writer.add(rows[0], source.get(rows[0]))
-    refused.flush()
-    assert rows[0].id in CachedFeatures(tmp_path)
+    with pytest.raises(DsparkError, match=r"features\.taps"):
+        FeatureWriter(tmp_path / "f", target, (0,))
+    with FeatureWriter(tmp_path / "f", target, source.taps) as writer:  # a refused one lets it go
+        assert rows[0] in writer

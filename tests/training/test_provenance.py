@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_the_chain_of_drafts_and_all_their_prompts(make_recipe: Make, given: dic
     new = {row.prompt_hash for row in split_rows(renamed, second.data)[0]}
     hashes = read_prompt_hashes(Path(second.training.out) / "last" / PROMPTS_FILE)
     assert hashes == new | read_prompt_hashes(init / PROMPTS_FILE)
+    assert record["held_out_rows_seen_before"] == 0  # none of the renamed prompts was
+
+    told = StringIO()
+    wider = make_recipe("wider", data={"held_out": 4}, **shared)
+    train(wider, **{**given, "console": Console(file=told, width=200)})
+    before = {row.source for row in split_rows(hashed, first.data)[1]}
+    held = split_rows(hashed, wider.data)[1]
+    seen = sum(row.source not in before for row in held)
+    record = read_training(Path(wider.training.out) / "last")
+    assert record is not None and record["held_out_rows_seen_before"] == seen > 0
+    assert f"was trained on the prompts of {seen} of {len(held)} held-out rows" in told.getvalue()
 
     (init / PROMPTS_FILE).unlink()  # now nobody knows what the draft has seen: silence, not half a list
     third = make_recipe("third", **shared)

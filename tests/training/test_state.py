@@ -20,6 +20,7 @@ from dspark.training.setup import (
     copy_target_layers,
     finished_config,
     memory_estimate,
+    open_features,
     read_training_rows,
 )
 from dspark.training.state import STATE_NAME, SavedState, data_fingerprint, save_state
@@ -212,9 +213,35 @@ def test_a_prompt_under_two_ids_is_not_on_both_sides(make_recipe: Make, rows: li
     same = {"prompt_hash": "0" * 16}
     marked = [row.model_copy(update=same) if row.id == held.id else row for row in rows]
     other = next(row for row in split_rows(rows, data)[0] if row.turn == 0)
-    twin = other.model_copy(update={"id": "twin", **same})
-    train, _ = split_rows([*marked, twin], data)
-    assert {row.id for row in train} == {row.id for row in rows} - {row.id for row in split_rows(rows, data)[1]}
+    twin = other.model_copy(update={"id": "twin", "source": "zz/8", **same})
+    later = twin.model_copy(update={"id": "later", "turn": 1, "prompt_hash": "1" * 16})  # goes with its first turn
+    asks_later = other.model_copy(update={"id": "first", "source": "zz/1", "prompt_hash": "2" * 16})
+    same_words = asks_later.model_copy(update={"id": "second", "turn": 1, **same})
+    train, _ = split_rows([*marked, twin, later, asks_later, same_words], data)
+    usual, out = split_rows(rows, data)
+    assert {row.id for row in train} == {row.id for row in usual} and [row.id for row in out] == [held.id]
+    unmarked = held.model_copy(update={"id": "copy", "source": "zz/8"})  # no hash: the ids of the prompt tell
+    assert {row.id for row in split_rows([*rows, unmarked], data)[0]} == {row.id for row in usual}
+
+
+def test_a_row_that_was_edited_is_other_data(rows: list[Row]) -> None:
+    edited = rows[2].model_copy(update={"answer_ids": [*rows[2].answer_ids[:-1], 5]})
+    assert data_fingerprint([*rows[:2], edited, *rows[3:]]) != data_fingerprint(rows)
+
+
+def test_answers_that_the_target_did_not_write_are_noticed(
+    make_recipe: Make, target: TransformersTarget, rows: list[Row]
+) -> None:
+    told: list[str] = []
+    open_features(make_recipe(), target, rows, told.append)
+    assert not any("note" in line for line in told)
+    foreign = [row.model_copy(update={"answer_ids": [7, 8] * 5}) for row in rows]
+    open_features(make_recipe(), target, foreign, told.append)
+    assert any("would have written 0% of the answer" in line for line in told)
+    told.clear()
+    sampled = [row.model_copy(update={"temperature": 0.7}) for row in foreign]
+    open_features(make_recipe(), target, sampled, told.append)
+    assert not any("note" in line for line in told)
 
 
 def test_the_memory_estimate_counts_what_is_there(

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dspark.checkpoints.native import load_draft
 from dspark.data.rows import Row
 from dspark.decoding.request import Round
 from dspark.errors import DsparkError
+from dspark.locks import lock_for_writing
 from dspark.targets.transformers import TransformersTarget
 from dspark.training.batches import Batches, Reader, cut, split_rows
 from dspark.training.features import CachedFeatures, Features, FeatureWriter, InProcessFeatures
@@ -73,6 +75,23 @@ def test_four_steps_are_two_and_two(
             }
 
 
+def test_a_folder_is_trained_into_by_one_run_at_a_time_and_a_finished_one_says_so(
+    make_recipe: Make, target: TransformersTarget, source: InProcessFeatures, rows: list[Row]
+) -> None:
+    recipe, told = make_recipe(steps=2), StringIO()
+    given = {"target": target, "source": source, "rows": rows, "console": Console(file=told, width=200)}
+    with (
+        lock_for_writing(recipe.training.out, "training.out"),
+        pytest.raises(DsparkError, match=r"training\.out = .*being written by another run"),
+    ):
+        train(recipe, **given)
+    assert not Path(recipe.training.out).exists()
+    train(recipe, **given)
+    assert "nothing to do" not in told.getvalue()
+    assert train(recipe, resume=True, **given).steps == 2
+    assert "nothing to do: step 2 of 2 was reached before" in told.getvalue()
+
+
 def test_each_step_moves_every_parameter_that_can_move(
     make_recipe: Make, target: TransformersTarget, source: InProcessFeatures, rows: list[Row], quiet: Console
 ) -> None:
@@ -98,7 +117,7 @@ def test_training_learns_and_keeps_the_best_by_replay(
     assert list(replayed) == [10, 20, 30, 40]
     assert result.acceptance == max(replayed.values())
     best = load_draft(result.best)
-    assert best.config.training_length == max(len(row.ids) for row in rows)
+    assert best.config.training_length == max(len(row.ids) for row in split_rows(rows, recipe.data)[0])
     assert best.draft_ids.tolist() == SavedState(recipe.training.out).draft_ids
 
 

@@ -31,7 +31,10 @@ def read_openings(path: str | Path | None = None) -> list[str]:
     source = files("dspark").joinpath("assets/prompts/openings.txt") if path is None else Path(path)
     if not source.is_file():
         raise DsparkError("openings", str(path), "no such file; give a text file with one beginning a line")
-    lines = source.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DsparkError("openings", str(path), f"is not UTF-8 text ({error.reason})") from None
     openings = [line.replace("\\n", "\n") for line in lines if line.strip() and not line.startswith("#")]
     if not openings:
         raise DsparkError("openings", str(path), "holds no beginning of a prompt")
@@ -82,11 +85,12 @@ def invent(
 
 
 def _distinct(texts: Iterator[str]) -> list[Prompt]:
+    """Each prompt once, whatever its case and spacing; the id is of the exact text, so two sets agree on what it is."""
     found: dict[str, Prompt] = {}
     for text in texts:
-        identity = prompt_hash(text)
         if text and is_unicode(text) and "\ufffd" not in text:
-            found.setdefault(identity, Prompt(f"invented/{identity}", (text,)))
+            identity = hashlib.sha256(text.encode()).hexdigest()[:16]
+            found.setdefault(prompt_hash(text), Prompt(f"invented/{identity}", (text,)))
     return list(found.values())
 
 

@@ -41,7 +41,7 @@ class Row(BaseModel):
     prompt_ids: list[int]
     answer_ids: list[int]
     finish: Literal["stop", "length"]
-    temperature: float = 0.0
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     prompt_hash: str | None = Field(default=None, pattern="^[0-9a-f]{16}$")
 
     @property
@@ -80,7 +80,11 @@ def _parse(line: bytes, where: str) -> Row:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
         raise DsparkError(f"{where}: {field}", _short(first.get("input")), first["msg"]) from None
-    return check_row(row, where)
+    check_row(row, where)
+    bad = next((token for token in (min(row.ids), max(row.ids)) if not 0 <= token < 2**31), None)
+    if bad is not None:
+        raise DsparkError(f"{where}: token id", _short(bad), "must be at least 0 and below 2 ** 31")
+    return row
 
 
 def _short(value: object, limit: int = 80) -> object:

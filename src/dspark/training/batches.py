@@ -36,7 +36,7 @@ def held_out_draw(row: Row) -> float:
 def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows), the held-out ones in the order of their prompts' hashes.
 
-    A training row whose opening prompt has the words of a held-out one, under another id, is left out.
+    A prompt that shares a user turn with a held-out one under another id, in any turn of the two, is left out whole.
     Raises DsparkError when no row would be left to train on.
     """
     hashes = {row.source: held_out_draw(row) for row in rows}
@@ -46,8 +46,9 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
         out = set(sorted(hashes, key=lambda source: hashes[source])[: data.held_out])
         train = [row for row in rows if row.source not in out]
         held = [row for row in rows if row.source in out]
-    words = {row.prompt_hash for row in held if row.turn == 0} - {None}
-    train = [row for row in train if row.turn > 0 or row.prompt_hash not in words]
+    words = {_turn_key(row) for row in held}
+    shared = {row.source for row in train if _turn_key(row) in words}
+    train = [row for row in train if row.source not in shared]
     if not train:
         raise DsparkError(
             "data.held_out",
@@ -56,6 +57,11 @@ def split_rows(rows: Sequence[Row], data: DataSection) -> tuple[list[Row], list[
         )
     train = _chosen_rows(train, data)
     return train, sorted(held, key=lambda row: (hashes[row.source], row.turn, row.id))
+
+
+def _turn_key(row: Row) -> str | tuple[int, ...]:
+    """What two rows with the same user turn share: the hash of its words, or all ids of a row made without one."""
+    return row.prompt_hash or tuple(row.prompt_ids)
 
 
 def _chosen_rows(train: list[Row], data: DataSection) -> list[Row]:

@@ -25,6 +25,7 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 
 PSEUDO_COUNTS = 100.0
+DENSE = 512  # below this many rows or columns all singular values are computed: ARPACK restarts at random on few
 
 
 def bigram_log_odds(rows: Sequence[Row], draft_ids: Sequence[int], vocab_size: int) -> tuple[csr_matrix, np.ndarray]:
@@ -52,10 +53,18 @@ def factorise(odds: csr_matrix, weights: np.ndarray, rank: int) -> tuple[Tensor,
     W2 spans the r leading right singular directions of sqrt(weights) odds, W1 is each row's projection on them: a rare
     row cannot grow beyond its own odds. The columns of both have the same norm. Columns past the matrix's rank are 0.
     """
-    usable = min(rank, min(odds.shape) - 1)
-    start = np.ones(min(odds.shape))  # a fixed start of the iteration: the same rows give the same weights
-    _, values, right = svds(diags(np.sqrt(weights)) @ odds, k=usable, v0=start)
-    right = right[values > 1e-9 * values.max()][::-1].T  # [K, <= r], leading direction first
+    rows, columns = np.flatnonzero(np.diff(odds.indptr)), np.unique(odds.indices)  # the others are zero
+    seen = (diags(np.sqrt(weights)) @ odds)[rows][:, columns]
+    if min(seen.shape) <= max(DENSE, rank):
+        _, values, part = np.linalg.svd(seen.toarray(), full_matrices=False)
+        values, part = values[:rank], part[:rank]
+    else:
+        start = np.ones(min(seen.shape))  # a fixed start of the iteration: the same rows give the same weights
+        _, values, part = svds(seen, k=rank, v0=start)
+        values, part = values[::-1], part[::-1]
+    right = np.zeros((odds.shape[1], len(values)))  # [K, <= r], leading direction first
+    right[columns] = part.T
+    right = right[:, values > 1e-9 * values.max()]
     left = odds @ right
     scale = np.sqrt(np.linalg.norm(left, axis=0))
     w1, w2 = np.zeros((odds.shape[0], rank)), np.zeros((odds.shape[1], rank))

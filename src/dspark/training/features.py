@@ -2,16 +2,19 @@
 
 Features come from the target itself (`InProcessFeatures`) or from disk (`CachedFeatures`, written once by
 `FeatureWriter`). On disk: a folder with `index.json` and safetensors shards, keys `<row id>.taps`,
-`<row id>.last_hidden`, `<row id>.lse`. Layer ids are 0-based, a tap is the value after the layer; the last hidden
+`<row id>.last_hidden`, `<row id>.lse`; the index holds a hash of each row's token ids, so that features are never read
+for other ids than they were computed from. Layer ids are 0-based, a tap is the value after the layer; the last hidden
 state is the one before the target's final norm.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +27,10 @@ from torch import Tensor
 
 from dspark.data.rows import Row
 from dspark.errors import DsparkError
+from dspark.locks import lock_for_writing
 from dspark.targets.base import Target
 
-FORMAT = 1
+FORMAT = 2  # 2: a hash of the ids of every row, the dtype of the target
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DtypeName = Literal["bf16", "fp32"]
 HEAD_CHUNK = 256  # positions whose logits over V exist at one time
@@ -51,6 +55,11 @@ class Features:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.taps, self.last_hidden, self.lse))
+
+
+def ids_hash(row: Row) -> str:
+    """16 hex digits of the row's token ids and of where its answer begins."""
+    return hashlib.sha256(array("q", [len(row.prompt_ids), *row.ids]).tobytes()).hexdigest()[:16]
 
 
 class FeatureSource(Protocol):
@@ -106,8 +115,10 @@ class CachedFeatures:
         self._shards: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def __contains__(self, row_id: str) -> bool:
-        return row_id in self.index["rows"]
+    def __contains__(self, row: Row) -> bool:
+        """Whether it holds what the target computed on exactly these ids."""
+        entry = self.index["rows"].get(row.id)
+        return entry is not None and entry["ids"] == ids_hash(row)
 
     def expect(self, target_name: str, taps: Sequence[int], hidden_size: int, num_layers: int) -> None:
         """Choose what `get` gives. Raises DsparkError naming the first thing that differs, or the taps it lacks."""
@@ -142,11 +153,11 @@ class CachedFeatures:
         entry = self.index["rows"].get(row.id)
         if entry is None:
             raise DsparkError("features", str(self.folder), f"has no row {row.id!r}; capture the rows it lacks")
-        if entry["tokens"] != len(row.ids) - 1:
-            wanted = len(row.ids) - 1
-            raise DsparkError(
-                "features", row.id, f"has {entry['tokens']} positions, the row needs {wanted}; capture again"
+        if entry["ids"] != ids_hash(row):
+            remedy = (
+                f"{self.folder} holds features of other ids under this id: the row was changed since; capture again"
             )
+            raise DsparkError("features", row.id, remedy)
         shard = self._shard(entry["shard"])
         try:
             taps, last, lse = [shard.get_tensor(f"{row.id}.{part}") for part in ("taps", "last_hidden", "lse")]
@@ -168,12 +179,15 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(path.read_text())
     except ValueError as error:
         raise DsparkError("features", str(path), f"is not valid JSON ({error}); capture again") from error
-    needed = {"format", "target", "taps", "hidden_size", "num_layers", "dtype", "pre_norm", "rows"}
+    needed = {"format", "target", "target_dtype", "taps", "hidden_size", "num_layers", "dtype", "pre_norm", "rows"}
+    if isinstance(index, dict) and index.get("format") == 1:
+        remedy = "is of an older version, which did not note what ids the states belong to; remove the folder"
+        raise DsparkError("features", str(folder), f"{remedy} and capture again")
     if not isinstance(index, dict) or needed - index.keys() or index["format"] != FORMAT or not index["pre_norm"]:
         raise DsparkError("features", str(path), f"must hold {sorted(needed)}, format {FORMAT}, pre-norm states")
     rows = index["rows"]
     whole = isinstance(index["taps"], list) and isinstance(rows, dict)
-    if not whole or not all(isinstance(entry, dict) and {"shard", "tokens"} <= entry.keys() for entry in rows.values()):
+    if not whole or not all(isinstance(entry, dict) and {"shard", "ids"} <= entry.keys() for entry in rows.values()):
         raise DsparkError("features", str(path), "has damaged taps or rows; remove the folder and capture again")
     return index
 
@@ -200,9 +214,10 @@ def check_disk(folder: str | Path, needed: int, say: Callable[[str], None] = pri
 
 class FeatureWriter:
     """Writes features shard by shard. A shard becomes part of the folder when index.json names it, so a kill at any
-    moment leaves a readable folder; rows not in it (`row_id in writer`) are simply added again.
+    moment leaves a readable folder; rows not in it (`row in writer`) are simply added again, and so is a row whose ids
+    have changed. It holds the folder's lock until `close`.
 
-    Raises DsparkError when the folder already holds features of another target, taps or dtype.
+    Raises DsparkError when the folder already holds features of another target, taps or dtype, or another run writes.
     """
 
     def __init__(
@@ -216,33 +231,43 @@ class FeatureWriter:
         if dtype not in DTYPES:
             raise DsparkError("dtype", dtype, "must be bf16 or fp32")
         self.folder, self.dtype, self.shard_bytes = Path(folder), dtype, shard_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.target, self.taps = target, tuple(taps)
-        signature = _signature(target.name, taps, target.hidden_size, target.num_layers)
-        self._width = target.hidden_size
-        fresh = {"format": FORMAT, **signature, "dtype": dtype, "pre_norm": True, "rows": {}}
-        if (self.folder / "index.json").exists():
-            self.index = read_index(self.folder)
-            for field in (*signature, "dtype"):
-                if self.index[field] != fresh[field]:
-                    found, wanted = self.index[field], fresh[field]
-                    raise DsparkError(f"features.{field}", found, f"{folder} holds other features than {wanted!r}")
-        else:
-            self.index = fresh
-        self._pending: dict[str, Features] = {}
+        self._pending: dict[str, tuple[str, Features]] = {}  # row id -> (hash of its ids, features)
         self._pending_bytes = 0
+        self._lock = lock_for_writing(self.folder, "features")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.index = self._open_index()
+        except BaseException:
+            self._lock.release()
+            raise
 
-    def __contains__(self, row_id: str) -> bool:
-        return row_id in self.index["rows"] or row_id in self._pending
+    def _open_index(self) -> dict[str, Any]:
+        signature = _signature(self.target.name, self.taps, self.target.hidden_size, self.target.num_layers)
+        signature |= {"target_dtype": str(self.target.dtype).removeprefix("torch."), "dtype": self.dtype}
+        if not (self.folder / "index.json").exists():
+            return {"format": FORMAT, **signature, "pre_norm": True, "rows": {}}
+        index = read_index(self.folder)
+        for field, wanted in signature.items():
+            if index[field] != wanted:
+                remedy = f"{self.folder} holds other features than {wanted!r}"
+                raise DsparkError(f"features.{field}", index[field], remedy)
+        return index
+
+    def __contains__(self, row: Row) -> bool:
+        """Whether the states of exactly these ids are written or pending."""
+        held, pending = self.index["rows"].get(row.id), self._pending.get(row.id)
+        known = pending[0] if pending is not None else held and held["ids"]
+        return bool(known == ids_hash(row))
 
     def add(self, row: Row, features: Features) -> None:
         """Check (`check_features`) and keep one row; a full shard is written at once."""
-        if row.id in self:
+        if row in self:
             return
-        check_features(row, features, len(self.taps), self._width)
+        check_features(row, features, len(self.taps), self.target.hidden_size)
         kind = DTYPES[self.dtype]
         kept = Features(features.taps.to(kind), features.last_hidden.to(kind), features.lse.float())
-        self._pending[row.id] = kept
+        self._pending[row.id] = (ids_hash(row), kept)
         self._pending_bytes += kept.nbytes
         if self._pending_bytes >= self.shard_bytes:
             self.flush()
@@ -258,38 +283,41 @@ class FeatureWriter:
     def flush(self) -> None:
         """Write what is pending as one more shard, then the index that names it."""
         if self._pending:
-            used = {entry["shard"] for entry in self.index["rows"].values()}
-            name = f"shard-{len(used):05d}.safetensors"
+            numbers = [int(path.stem.removeprefix("shard-")) for path in self.folder.glob("shard-*.safetensors")]
+            name = f"shard-{max(numbers, default=-1) + 1:05d}.safetensors"
             tensors = {}
-            for row_id, f in self._pending.items():
+            for row_id, (_, f) in self._pending.items():
                 for part in ("taps", "last_hidden", "lse"):
                     tensors[f"{row_id}.{part}"] = getattr(f, part).contiguous()
             temporary = self.folder / (name + ".tmp")
             save_file(tensors, temporary)
             os.replace(temporary, self.folder / name)
-            for row_id, f in self._pending.items():
-                self.index["rows"][row_id] = {"shard": name, "tokens": len(f.lse)}
+            for row_id, (digest, _) in self._pending.items():
+                self.index["rows"][row_id] = {"shard": name, "ids": digest}
             self._pending, self._pending_bytes = {}, 0
-        elif (self.folder / "index.json").exists():
-            return  # nothing new; another run may have written a newer index since
         temporary = self.folder / "index.json.tmp"
         temporary.write_text(json.dumps(self.index))
         os.replace(temporary, self.folder / "index.json")
 
-    close = flush
+    def close(self) -> None:
+        """Write what is pending and let the folder go."""
+        try:
+            self.flush()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> FeatureWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
+        self.close()
 
 
 def cache_features(
     source: InProcessFeatures, rows: Sequence[Row], writer: FeatureWriter, say: Callable[[str], None] = print
 ) -> int:
     """Run the target once over the rows that the folder lacks; returns how many that were."""
-    missing = [row for row in rows if row.id not in writer]
+    missing = [row for row in rows if row not in writer]
     if missing:
         check_disk(
             writer.folder, estimate_bytes(missing, len(writer.taps), source.target.hidden_size, writer.dtype), say

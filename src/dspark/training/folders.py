@@ -28,18 +28,18 @@ class FeatureFolders:
         self.folders = list(folders)
         first = self.folders[0]
         for other in self.folders[1:]:
-            for field in ("target", "taps", "hidden_size", "num_layers", "dtype"):
+            for field in ("target", "target_dtype", "taps", "hidden_size", "num_layers", "dtype"):
                 if other.index[field] != first.index[field]:
                     remedy = f"{other.folder} must agree with {first.folder}, which has {first.index[field]!r}"
                     raise DsparkError(f"features.{field}", other.index[field], remedy)
         self.taps = first.taps
 
-    def __contains__(self, row_id: str) -> bool:
-        return any(row_id in folder for folder in self.folders)
+    def __contains__(self, row: Row) -> bool:
+        return any(row in folder for folder in self.folders)
 
     def get(self, row: Row) -> Features:
         """Raises DsparkError when no folder has the row."""
-        return next((folder for folder in self.folders if row.id in folder), self.folders[0]).get(row)
+        return next((folder for folder in self.folders if row in folder), self.folders[0]).get(row)
 
 
 def open_folders(
@@ -59,7 +59,7 @@ def open_folders(
     for folder in found:
         folder.expect(target.name, taps, target.hidden_size, target.num_layers)
     folders = FeatureFolders(found) if found else None
-    missing = [row for row in rows if folders is None or row.id not in folders]
+    missing = [row for row in rows if folders is None or row not in folders]
     if missing or folders is None:
         stored, kind = (found[0].stored, found[0].index["dtype"]) if found else (tuple(taps), dtype)
         with FeatureWriter(names[0], target, stored, kind) as writer:

@@ -66,6 +66,7 @@ class RunRecord:
             "rows": [without_folders(row_file(Path(name))) for name in recipe.data.rows],
             "training_rows": len(train_rows),
             "held_out_rows": len(held),
+            "held_out_rows_seen_before": seen_before(recipe, held, say),
             "seed": recipe.training.seed,
             "compute_dtype": recipe.training.compute_dtype,
         }
@@ -141,6 +142,23 @@ def training_prompts(recipe: Recipe, train_rows: Sequence[Row], say: Callable[[s
         say(f"no {PROMPTS_FILE}: the draft it starts from does not say which prompts it was trained on")
         return None
     return read_prompt_hashes(init / PROMPTS_FILE) | {one for one in own if one is not None}
+
+
+def seen_before(recipe: Recipe, held: Sequence[Row], say: Callable[[str], None]) -> int | None:
+    """How many held-out rows ask a prompt that the draft it starts from was trained on (None: it does not tell).
+
+    Said aloud when there are any: the acceptance that chooses the checkpoint flatters the draft on them.
+    """
+    init = init_folder(recipe)
+    if init is None:
+        return 0
+    if not (init / PROMPTS_FILE).is_file() or any(row.prompt_hash is None for row in held):
+        return None
+    trained = read_prompt_hashes(init / PROMPTS_FILE)
+    seen = sum(row.prompt_hash in trained for row in held)
+    if seen:
+        say(f"note: the draft in {init} was trained on the prompts of {seen} of {len(held)} held-out rows")
+    return seen
 
 
 def init_folder(recipe: Recipe) -> Path | None:

@@ -19,7 +19,7 @@ from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.training.batches import cut, trainable
 from dspark.training.bigrams import start_from_bigrams
-from dspark.training.features import FeatureSource, InProcessFeatures, verify_features
+from dspark.training.features import HEAD_CHUNK, Features, FeatureSource, InProcessFeatures, verify_features
 from dspark.training.folders import open_folders
 from dspark.training.loss import CHUNK_BYTES
 from dspark.training.recipe import Recipe
@@ -29,6 +29,9 @@ Say = Callable[[str], None]
 
 # What may differ between a draft that training starts from and the recipe: where it was trained, not what it is.
 PROVENANCE = {"training_length", "prompt_recipe"}
+OWN_ANSWER = (
+    0.9  # of a greedy answer that the target wrote, at least this share is its first choice, ties and bf16 aside
+)
 
 
 def read_training_rows(recipe: Recipe, say: Say | None = None) -> list[Row]:
@@ -62,10 +65,24 @@ def open_features(recipe: Recipe, target: Target, rows: Sequence[Row], say: Say)
         source = open_folders(recipe.data.features, target, taps, recipe.data.features_dtype, rows, say)
     checked = {row.id: row for row in (rows[0], max(rows, key=lambda row: len(row.ids)))}
     for row in checked.values():
-        errors = verify_features(target, row, source.get(row), taps)
+        features = source.get(row)
+        errors = verify_features(target, row, features, taps)
         worst = max(errors, key=lambda name: errors[name])
         say(f"features of row {row.id} agree with the target's own pass (worst: {worst}, {errors[worst]:.1e} by norm)")
+        if row.temperature == 0.0 and (own := greedy_share(target, row, features)) < OWN_ANSWER:
+            say(
+                f"note: the target itself would have written {own:.0%} of the answer of row {row.id}, which says it is "
+                "greedy; a draft that learns another model's answers is not accepted by this one"
+            )
     return source
+
+
+@torch.no_grad()
+def greedy_share(target: Target, row: Row, features: Features) -> float:
+    """Share of the answer's tokens that are the target's own first choice, by the states captured on the row."""
+    states = features.last_hidden[len(row.prompt_ids) - 1 :].to(target.dtype)
+    chosen = torch.cat([target.head(part).argmax(-1) for part in states.split(HEAD_CHUNK)])
+    return float((chosen == torch.tensor(row.answer_ids)).float().mean())
 
 
 def prompt_recipe(recipe: Recipe, target: Target) -> dict[str, str | None]:
@@ -87,10 +104,12 @@ def prompt_recipe(recipe: Recipe, target: Target) -> dict[str, str | None]:
     return stated
 
 
-def finished_config(recipe: Recipe, target: Target, rows: Sequence[Row]) -> DraftConfig:
+def finished_config(
+    recipe: Recipe, target: Target, rows: Sequence[Row], train_rows: Sequence[Row] | None = None
+) -> DraftConfig:
     """The recipe's draft config, checked against target and rows, with what only the data knows filled in.
 
-    training_length is the longest row trained on, prompt_recipe how its prompts were rendered.
+    training_length is the longest of `train_rows` (all rows when it is None), prompt_recipe how prompts were rendered.
     Raises DsparkError when the target differs, or the mask token occurs in an answer.
     """
     config = recipe.draft_config()
@@ -101,9 +120,10 @@ def finished_config(recipe: Recipe, target: Target, rows: Sequence[Row]) -> Draf
     recipe.check()
     check_ids(rows, target.vocab_size)
     limit = recipe.data.max_length
-    longest = max((len(cut(row, limit).ids) for row in rows if trainable(row, limit)), default=0)
+    trained_on = rows if train_rows is None else train_rows
+    longest = max((len(cut(row, limit).ids) for row in trained_on if trainable(row, limit)), default=0)
     if not longest:
-        raise DsparkError("data.max_length", limit, f"none of {len(rows)} rows has two answer tokens within it")
+        raise DsparkError("data.max_length", limit, f"none of {len(trained_on)} rows has two answer tokens within it")
     return config.model_copy(update={"training_length": longest, "prompt_recipe": prompt_recipe(recipe, target)})
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dspark.data.rows import Row
 from dspark.errors import DsparkError
+from dspark.training.features import ids_hash
 from dspark.training.recipe import Recipe
 
 FORMAT = "1"
@@ -35,10 +36,10 @@ FREE = {
 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:
-    """Hash of the training rows' ids, lengths and order."""
+    """Hash of the training rows' ids, token ids and order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(f"{row.id}:{len(row.ids)}\n".encode())
+        digest.update(f"{row.id}:{ids_hash(row)}\n".encode())
     return digest.hexdigest()
 
 

@@ -36,6 +36,7 @@ from dspark.checkpoints.native import save_draft
 from dspark.data.rows import Row
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
+from dspark.locks import lock_for_writing
 from dspark.targets.base import Target
 from dspark.targets.transformers import load_target
 from dspark.training.batches import Batches, MicroBatch, Reader, split_rows
@@ -85,10 +86,23 @@ def train(
     Leaves in `training.out`: `best/` and `last/` (drafts), `state.safetensors` (to resume), `metrics.jsonl`,
     `tensorboard/`, `training.json` and `training_prompts.txt` (also beside both drafts: training/provenance.py).
     stop_after: stop after that many steps in all, as an interrupt would.
-    Raises DsparkError on bad input, on an existing run without `resume`, and at the first non-finite value.
+    Raises DsparkError on bad input, on an existing run without `resume`, when another process trains into the same
+    folder, and at the first non-finite value.
     """
+    with lock_for_writing(recipe.training.out, "training.out"):
+        return _train(recipe, resume, target, source, rows, stop_after, console or Console())
+
+
+def _train(
+    recipe: Recipe,
+    resume: bool,
+    target: Target | None,
+    source: FeatureSource | None,
+    rows: Sequence[Row] | None,
+    stop_after: int | None,
+    console: Console,
+) -> TrainResult:
     started = time.perf_counter()
-    console = console or Console()
     say = partial(console.print, highlight=False, soft_wrap=True)
     out = Path(recipe.training.out)
     saved = SavedState(out) if resume else None
@@ -100,7 +114,7 @@ def train(
     if saved is not None:
         saved.check(recipe, fingerprint)
     target = target or load_target(recipe.target, packed=False)
-    config = finished_config(recipe, target, rows)
+    config = finished_config(recipe, target, rows, train_rows)
     source = source or open_features(recipe, target, rows, say)
     draft = build_draft(recipe, config, target, train_rows, saved.draft_ids if saved else None, say)
     batches = Batches(train_rows, source, recipe.data, recipe.training, config.gamma)
@@ -200,7 +214,7 @@ class _Run:
             console.print(f"note: {validator.note}")
 
     def go(self, stop_after: int | None) -> TrainResult:
-        end = min(self.training.steps, stop_after or self.training.steps)
+        end, started_at = min(self.training.steps, stop_after or self.training.steps), self.step
         reader = Reader(self.batches, self.step, end)
         try:
             with _Stopper() as stopper, self._progress() as progress:
@@ -210,6 +224,8 @@ class _Run:
             reader.close()
             self.log.close()
         interrupted = self.step < self.training.steps
+        if self.step == started_at:
+            self.console.print(f"nothing to do: step {self.step} of {self.training.steps} was reached before")
         if interrupted:
             again = "the same command with --resume goes on exactly here"
             self.console.print(f"stopped at step {self.step} of {self.training.steps}, saved in {self.out}; {again}")
