@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from dspark.checkpoints import native
-from dspark.checkpoints.native import config_from_json, config_to_json, load_draft, read_config, save_draft
+from dspark.checkpoints.native import (
+    config_from_json,
+    config_to_json,
+    load_draft,
+    read_config,
+    save_draft,
+    weights_sha256,
+)
 from dspark.drafts.config import DraftConfig
 from dspark.errors import DsparkError
 
@@ -281,6 +288,28 @@ def test_overwriting_keeps_other_files_and_leaves_no_trace(make_draft, tmp_path)
     assert sorted(os.listdir(tmp_path / "draft")) == ["README.md", "config.json", "model.safetensors"]
     assert torch.equal(load_draft(tmp_path / "draft").norm.weight.detach(), torch.full((16,), 2.0))
     assert os.listdir(tmp_path) == ["draft"]
+
+
+def test_a_draft_is_known_by_its_weights_in_any_dtype_and_folder(make_draft, tmp_path) -> None:
+    draft = make_draft()
+    with torch.no_grad():
+        draft.norm.weight.copy_(torch.rand(16) / 3)  # not exact in BF16
+    known = weights_sha256(draft)
+    save_draft(draft, tmp_path / "best")
+    save_draft(draft, tmp_path / "shipped", lm_head=False)
+    whole = {**load_file(tmp_path / "best" / "model.safetensors"), **draft.state_dict()}
+    save_draft(draft, tmp_path / "float32")
+    save_file(whole, tmp_path / "float32" / "model.safetensors")
+    for folder in ("best", "shipped", "float32"):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert weights_sha256(load_draft(tmp_path / folder, dtype)) == known
+    assert whole["norm.weight"].dtype == torch.float32
+    with torch.no_grad():
+        draft.norm.weight[3] += 0.01
+    assert weights_sha256(draft) != known
+    other = make_draft()
+    other.set_vocabulary(range(12))
+    assert weights_sha256(other) != weights_sha256(make_draft())
 
 
 @pytest.mark.parametrize("stop_at", range(1, 6))

@@ -6,6 +6,7 @@ d2t and t2d (method section 8). The packaged drafts leave lm_head.weight out and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -129,13 +130,7 @@ def save_draft(
         tensors[LM_HEAD] = draft.own_head_rows if draft.own_head_rows is not None else draft.head_rows
     for name, tensor in tensors.items():
         _check_finite(name, tensor)
-    stored = {
-        name: (t.to(torch.bfloat16) if t.is_floating_point() else t)
-        .detach()
-        .cpu()
-        .clone(memory_format=torch.contiguous_format)
-        for name, t in tensors.items()
-    }
+    stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
     for name, tensor in stored.items():
         _check_finite(name, tensor)  # BF16 rounds the largest fp32 values to infinity
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +149,25 @@ def save_draft(
         _swap(staging, folder, {name for name, content in (files or {}).items() if content is None})
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU, floats rounded to BF16."""
+    kept = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    return kept.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def weights_sha256(draft: DSparkDraft) -> str:
+    """Which draft this is: sha256 over name, shape and bytes of every tensor, by name, floats rounded to BF16.
+
+    So it is the same for a run's draft in float32, its BF16 copy on disk and the shipped one, in whatever dtype they
+    are loaded. The head's rows are the target's and do not count. Take it before `make_proposer` packs the layers.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(draft.state_dict().items()):
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        digest.update(_as_stored(tensor).flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _previous(folder: Path) -> Path:
