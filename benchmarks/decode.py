@@ -3,9 +3,9 @@
     python benchmarks/decode.py --data DIR --limit 40 --max-tokens 192 > decode.json
 
 DIR holds <suite>.jsonl files of {"id", "turns"}; the first turn is asked. Every question is recorded in --out as
-soon as it is done, and a second call with the same settings goes on from there. A table goes to stderr, one JSON
-object to stdout (which `python -m dspark.checkpoints.card FOLDER --measured decode.json` reads). Exit code 1 when a
-mode's ids differ from plain decoding, or replay from the served rounds, by more than a tie.
+soon as it is done, and a second call with the same draft, prompts and settings goes on from there. A table goes to
+stderr, one JSON object to stdout (which `python -m dspark.checkpoints.card FOLDER --measured decode.json` reads). Exit
+code 1 when a mode's ids differ from plain decoding, or replay from the served rounds, by more than a tie.
 
     python benchmarks/decode.py --linear
 
@@ -52,10 +52,12 @@ from dspark.bench.suites import (
     best_speedups,
     mean_acceptance,
     mean_speedups,
+    prompts_sha256,
     replay_summary,
     summarise_suite,
 )
 from dspark.checkpoints.builtin import draft_folder, load_named_draft
+from dspark.checkpoints.native import weights_sha256
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import read_prompts
 from dspark.decoding.engine import Engine
@@ -236,6 +238,51 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def widths(text: str) -> list[int]:
+    """--ns as numbers. Raises DsparkError."""
+    try:
+        found = [int(n) for n in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise DsparkError("ns", text, "must be numbers of at least 1 with commas between them, e.g. 3,7")
+    return found
+
+
+def header(
+    args: argparse.Namespace, target: Target, draft: DSparkDraft, suites: dict[str, list[Question]]
+) -> dict[str, Any]:
+    """What results belong to: those of another draft or of other prompts are never taken for this one's."""
+    return {
+        **{key: getattr(args, key) for key in ("target", "draft", "suites", "limit", "max_tokens", "ns")},
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads(),
+        "weights_sha256": weights_sha256(draft),
+        "prompts_sha256": prompts_sha256(suites),
+    }
+
+
+def summarise(
+    folder: Path, suites: dict[str, list[Question]], modes: Sequence[Mode], journal: Journal
+) -> dict[str, Any]:
+    """The figures of every suite and over all of them; folder: the draft's."""
+    results, records = {}, []
+    for suite, questions in suites.items():
+        found = [journal.records[suite, question.id] for question in questions]
+        known = find_overlap(folder, questions).to_json()
+        results[suite] = {**summarise_suite(questions, modes, found), "overlap": known}
+        records += found
+    overlap = find_overlap(folder, [question for questions in suites.values() for question in questions])
+    return {
+        "suites": results,
+        "mean_acceptance_over_suites": mean_acceptance(results, modes),
+        "mean_speedup_over_suites": mean_speedups(results, modes),
+        "speedup_at_best_n": best_speedups(results, modes),
+        "replay": replay_summary(records),
+        "overlap": {**overlap.to_json(), "line": str(overlap)},
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     console = Console(stderr=True)
@@ -246,49 +293,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.data is None:
         raise DsparkError("data", None, "give --data, a folder of <suite>.jsonl files")
+    modes = modes_for(widths(args.ns))
     target = load_target(args.target)
     draft = load_named_draft(args.draft)
-    modes = modes_for([int(n) for n in args.ns.split(",")])
     renderer = ChatRenderer(target.tokenizer)
     suites = {
         name: render_questions(read_prompts(args.data / f"{name}.jsonl", args.limit), renderer)
         for name in args.suites.split(",")
     }
-    settings = {
-        **{key: getattr(args, key) for key in ("target", "draft", "suites", "limit", "max_tokens", "ns")},
-        "dtype": str(target.dtype),
-        "threads": torch.get_num_threads(),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-    }
-    journal = Journal(args.out, settings)
+    settings = header(args, target, draft, suites)
+    journal = Journal(args.out, settings, modes)
     gamma = draft.config.gamma
     text = cycle(one for questions in suites.values() for question in questions for one in question.ids)
     context = list(islice(text, min(PASS_CONTEXT, target.max_context - gamma - 1)))
     passes = measure_passes(target, draft, context, widths=(1, gamma + 1))
     run_suites(target, draft, suites, modes, journal, args)
-    folder = draft_folder(args.draft)
-    results, records = {}, []
-    for suite, questions in suites.items():
-        found = [journal.records[suite, question.id] for question in questions]
-        known = find_overlap(folder, questions).to_json()
-        results[suite] = {**summarise_suite(questions, modes, found), "overlap": known}
-        records += found
     how = {"greedy": True, "batch": 1, "draft_dtype": str(next(draft.parameters()).dtype)}
-    overlap = find_overlap(folder, [question for questions in suites.values() for question in questions])
     summary = {
         "settings": {**settings, **how, "speed_limit": args.speed_limit},
         "machine": describe_machine(),
         "passes": asdict(passes),
-        "suites": results,
-        "mean_acceptance_over_suites": mean_acceptance(results, modes),
-        "mean_speedup_over_suites": mean_speedups(results, modes),
-        "speedup_at_best_n": best_speedups(results, modes),
-        "replay": replay_summary(records),
-        "overlap": {**overlap.to_json(), "line": str(overlap)},
+        **summarise(draft_folder(args.draft), suites, modes, journal),
     }
     show(summary, console)
     print(json.dumps(summary, indent=1))
-    return 1 if any(result["not_lossless"] or result["replay"]["faults"] for result in results.values()) else 0
+    failed = any(one["not_lossless"] or one["replay"]["faults"] for one in summary["suites"].values())
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

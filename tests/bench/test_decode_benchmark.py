@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import decode as benchmark
 
 from dspark.bench import compare
-from dspark.checkpoints.native import PROMPTS_FILE, save_draft
+from dspark.checkpoints.native import PROMPTS_FILE, load_draft, save_draft, weights_sha256
 from dspark.data.prompts import prompt_hash, write_prompt_hashes
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
@@ -100,8 +101,40 @@ def test_figures_resume_and_refusal(
     before, after = (one["suites"]["maths"]["modes"]["n = 7"]["speed"] for one in (whole, again))
     assert before == after
 
-    with pytest.raises(DsparkError, match="other settings"):
+    with pytest.raises(DsparkError, match=r"max_tokens = 11: .* holds results of 10"):
         benchmark.main([*options, "--max-tokens=11"])
+
+
+def test_results_of_another_draft_or_of_other_prompts_are_not_taken_for_these(
+    draft: DSparkDraft, arguments: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompts, out = tmp_path / "draft", tmp_path / "maths.jsonl", tmp_path / "decode.jsonl"
+    save_draft(draft, folder)
+    prompts.write_text('{"id": "maths/0", "turns": ["one"]}')
+    own = [f"--draft={folder}", f"--data={tmp_path}", f"--out={out}", "--suites=maths", "--ns=3", "--max-tokens=4"]
+    options = [*arguments[0], *own]
+    first = run(options, capsys)
+    assert first["settings"]["weights_sha256"] == weights_sha256(load_draft(folder))
+    before = out.read_bytes()
+    prompts.write_text('{"id": "maths/0", "turns": ["another"]}')
+    with pytest.raises(DsparkError, match=r"prompts_sha256 = .*decode.jsonl holds results of .* remove it"):
+        benchmark.main(options)
+    prompts.write_text('{"id": "maths/0", "turns": ["one"]}')
+    trained = load_draft(folder)  # further, into the same folder
+    with torch.no_grad():
+        trained.norm.weight.mul_(2)
+    save_draft(trained, folder)
+    with pytest.raises(DsparkError, match=r"weights_sha256 = .*decode.jsonl holds results of .* remove it"):
+        benchmark.main(options)
+    assert out.read_bytes() == before
+    save_draft(draft, folder)
+    assert run(options, capsys)["suites"] == first["suites"]
+
+
+@pytest.mark.parametrize("ns", ["a", "", "3,", "3;7", "0", "3,-1"])
+def test_widths_that_are_no_numbers_are_refused(arguments: tuple[list[str], Path], ns: str) -> None:
+    with pytest.raises(DsparkError, match="ns = "):
+        benchmark.main([*arguments[0], f"--ns={ns}"])
 
 
 def test_linear_layers_are_timed_plain_and_packed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from dspark.bench.compare import PLAIN, Comparison, Difference, Mode, Question, Run
 from dspark.bench.metrics import Acceptance
@@ -38,28 +39,55 @@ class Record:
 RECORD = TypeAdapter(Record)
 
 
+def prompts_sha256(suites: Mapping[str, Sequence[Question]]) -> str:
+    """Which prompts were asked: sha256 over suite, id, text and the ids that the target reads of each, in order."""
+    asked = {suite: [[one.id, one.text, list(one.ids)] for one in questions] for suite, questions in suites.items()}
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
 class Journal:
     """Records on disk, one JSON line each under a header of settings; a torn last line is dropped on opening.
 
-    Raises DsparkError when the file holds the results of other settings.
+    Every record has a run of each of `modes`. Raises DsparkError when the file holds the results of other settings, or
+    is damaged; then it is left as it is.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], modes: Sequence[Mode]) -> None:
         self.path, self.records = path, dict[tuple[str, str], Record]()
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             self._append(settings)
             return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.decode().splitlines()
-        if not lines or json.loads(lines[0]) != settings:
-            raise DsparkError("out", str(path), "holds results of other settings; give another --out or delete it")
-        if len(whole) < len(data):
-            path.write_bytes(whole)
-        for line in lines[1:]:
-            record = RECORD.validate_json(line)
+        header, *lines = path.read_bytes().split(b"\n")
+        if not lines:
+            raise self._damaged(1)
+        self._check_header(header, settings)
+        torn = lines.pop()
+        for number, line in enumerate(lines, start=2):
+            try:
+                record = RECORD.validate_json(line)
+            except ValidationError:
+                raise self._damaged(number) from None
+            if set(record.runs) != {mode.name for mode in modes}:
+                raise self._damaged(number)
             self.records[record.suite, record.question] = record
+        if torn:
+            path.write_bytes(b"\n".join([header, *lines, b""]))
+
+    def _check_header(self, header: bytes, settings: dict[str, Any]) -> None:
+        try:
+            found = json.loads(header)
+        except (ValueError, RecursionError):
+            raise self._damaged(1) from None
+        if not isinstance(found, dict):
+            raise self._damaged(1)
+        for name in (*settings, *found):
+            if found.get(name) != settings.get(name):
+                remedy = f"{self.path} holds results of {found.get(name)!r}; give another --out or remove it"
+                raise DsparkError(name, settings.get(name), remedy)
+
+    def _damaged(self, number: int) -> DsparkError:
+        return DsparkError("out", f"{self.path}:{number}", f"is damaged; remove {self.path}, or give another --out")
 
     def add(self, record: Record) -> None:
         self.records[record.suite, record.question] = record
