@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dspark.checkpoints import builtin, card
-from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft, weights_sha256
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.targets.embedded import EMBEDDED
@@ -21,7 +22,11 @@ CHAIN: dict[str, Any] = {
     "recipe": {"name": "first", "training": {"init": "target-layers"}},
     "started_from": None,
 }
-NOTES = {"settings": {"temperatures": [0.0, 0.7], "max_tokens": 256}, "prompt_files": {"gsm.jsonl": "a"}}
+NOTES = {
+    "target": "tiny",
+    "settings": {"temperatures": [0.0, 0.7], "max_tokens": 256},
+    "prompt_files": {"gsm.jsonl": "a"},
+}
 TRAINING: dict[str, Any] = {
     "format": 1,
     "draft": {"which": "best", "step": 1200, "hours": 1.5},
@@ -39,9 +44,11 @@ TRAINING: dict[str, Any] = {
     "rows": [
         {"name": "mixed.jsonl", "sha256": "12" * 32, "rows": 1234, "answer_tokens": 99999, "settings": NOTES},
         {"name": "other.jsonl", "sha256": None, "rows": None, "answer_tokens": None, "settings": None},
+        {"name": "large.jsonl", "sha256": None, "rows": 5, "answer_tokens": 9, "settings": {"target": "hub/large"}},
     ],
     "training_rows": 1200,
     "held_out_rows": 34,
+    "held_out_rows_seen_before": 2,
     "seed": 5,
     "compute_dtype": "fp32",
 }
@@ -55,9 +62,9 @@ def mode(n: int, length: float, low: float | None) -> dict[str, Any]:
     return {"n": n, "acceptance": acceptance, "speed": speeds if n else {}}
 
 
-def figures(parameters: int) -> dict[str, Any]:
+def figures(**settings: Any) -> dict[str, Any]:
     return {
-        "settings": {"target": "/home/x/tiny", "dtype": "torch.float32", "threads": 2, "draft_parameters": parameters},
+        "settings": {"target": "/home/x/tiny", "dtype": "torch.float32", "threads": 2, **settings},
         "machine": {"processor": "Abacus"},
         "suites": {
             "maths": {
@@ -79,7 +86,7 @@ def figures(parameters: int) -> dict[str, Any]:
 def test_everything_recorded_is_in_the_card(make_config) -> None:
     config = make_config()
     total = parameter_counts(config)["total"]
-    text = card.model_card(config, TRAINING, figures(total))
+    text = card.model_card(config, TRAINING, figures())
     head = yaml.safe_load(text.split("---")[1])
     assert head == {"base_model": "tiny", "tags": ["dspark", "speculative-decoding"]}
     embedded = card.model_card(config.model_copy(update={"target_name": EMBEDDED}), TRAINING, None)
@@ -88,9 +95,10 @@ def test_everything_recorded_is_in_the_card(make_config) -> None:
         f"up to {config.gamma} tokens",
         "dspark generate --draft FOLDER --target tiny",
         f"| parameters | {total:,} (",
-        "| mixed.jsonl | 1,234 | 99,999 | 0.0, 0.7 | 256 | gsm.jsonl | `1212121212121212` |",
-        "| other.jsonl | not recorded | not recorded | not recorded | not recorded | not recorded | not recorded |",
-        "1,200 rows trained on, 34 held out",
+        "| mixed.jsonl | the target itself | 1,234 | 99,999 | 0.0, 0.7 | 256 | gsm.jsonl | `1212121212121212` |",
+        "| other.jsonl | nothing tells who | not recorded | not recorded | not recorded | not recorded |",
+        "| large.jsonl | hub/large | 5 | 9 | not recorded |",
+        "1,200 rows trained on, 34 held out (all turns of a prompt on one side), of which 2 on prompts",
         "| hours of the run | 2.00, of which validation 0.10 |",
         "| best by replay | 2.345 at step 1200, n = 7, 24 held-out rows; bonus counted, macro |",
         "| lr | 0.001 |",
@@ -120,11 +128,8 @@ def test_what_is_not_known_is_said_so(make_config) -> None:
     text = card.model_card(make_config(), {**TRAINING, "started_from": None, "seconds": None}, None)
     assert "hours in all: not recorded; the draft `best` before them is not recorded" in text
     assert "| hours of the run | not recorded, of which validation 0.10 |" in text
-
-
-def test_figures_of_another_draft_are_refused(make_config) -> None:
-    with pytest.raises(DsparkError, match="another draft"):
-        card.model_card(make_config(), None, figures(1))
+    older = {key: value for key, value in TRAINING.items() if key != "held_out_rows_seen_before"}
+    assert "of which not recorded on prompts" in card.model_card(make_config(), older, None)
 
 
 def trained(make_draft, folder: Path) -> Path:
@@ -136,7 +141,7 @@ def trained(make_draft, folder: Path) -> Path:
 def test_shipping_carries_all_of_it(make_draft, tmp_path: Path) -> None:
     folder = trained(make_draft, tmp_path / "best")
     measured = tmp_path / "decode.json"
-    measured.write_text(json.dumps(figures(parameter_counts(make_draft().config)["total"])))
+    measured.write_text(json.dumps(figures(weights_sha256=weights_sha256(make_draft()))))
     there = builtin.ship(folder, measured, tmp_path / "shipped")
     names = {path.name for path in there.iterdir()}
     assert names == {"config.json", "model.safetensors", TRAINING_FILE, PROMPTS_FILE, CARD_FILE}
@@ -152,6 +157,26 @@ def test_shipping_carries_all_of_it(make_draft, tmp_path: Path) -> None:
     builtin.ship(folder, None, there)
     assert {path.name for path in there.iterdir()} == {"config.json", "model.safetensors", CARD_FILE}
     assert "its data is not recorded" in (there / CARD_FILE).read_text()
+
+
+def test_only_figures_of_these_weights_are_shipped(make_draft, tmp_path: Path, capsys) -> None:
+    folder, measured, there = trained(make_draft, tmp_path / "best"), tmp_path / "decode.json", tmp_path / "shipped"
+    save_draft(make_draft(), there, files={CARD_FILE: "as it was"})
+    further = make_draft()  # same shape, other weights
+    with torch.no_grad():
+        further.norm.weight.mul_(2)
+    for settings, words in (
+        ({"weights_sha256": weights_sha256(further), "draft": "runs/other/best"}, "of 'runs/other/best'"),
+        ({"draft_parameters": parameter_counts(further.config)["total"]}, "measure this draft"),
+    ):
+        measured.write_text(json.dumps(figures(**settings)))
+        with pytest.raises(DsparkError, match=words):
+            builtin.ship(folder, measured, there)
+        assert card.main([str(folder), "--measured", str(measured)]) == 2
+        assert "measured = " in capsys.readouterr().err
+    assert (there / CARD_FILE).read_text() == "as it was" and not (folder / CARD_FILE).exists()
+    measured.write_text("[" * 9999)
+    assert card.main([str(folder), "--measured", str(measured)]) == 2
 
 
 def test_commands(make_draft, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, read_config
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, read_config, weights_sha256
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
@@ -26,17 +26,11 @@ UNKNOWN = "not recorded"
 
 
 def model_card(config: DraftConfig, training: Json | None, measured: Json | None) -> str:
-    """The whole README.md. training: training.json; measured: decode.json; None: there is none.
-
-    Raises DsparkError when `measured` belongs to another draft.
-    """
-    total = parameter_counts(config)["total"]
-    if measured is not None and (found := dig(measured, "settings", "draft_parameters")) != total:
-        raise DsparkError("measured", found, f"are the parameters of another draft; this one has {total}")
+    """The whole README.md. training: training.json; measured: decode.json of this draft; None: there is none."""
     sections = [
         _head(config),
         _architecture(config),
-        _data(training),
+        _data(config, training),
         _training(training),
         _measured(measured),
         _limits(config, training, measured),
@@ -113,10 +107,7 @@ def _architecture(config: DraftConfig) -> str:
             ("layers", f"{layers}; sliding window {said(config.sliding_window) if config.sliding_window else 'none'}"),
             ("width", f"{config.hidden_size}, intermediate {config.intermediate_size}"),
             ("heads", f"{config.num_attention_heads} query, {config.num_key_value_heads} KV, of {config.head_dim}"),
-            (
-                "taps",
-                f"after layers {said(config.target_layer_ids)} (0-based) of {config.num_target_layers}",
-            ),
+            ("taps", f"after layers {said(config.target_layer_ids)} (0-based) of {config.num_target_layers}"),
             ("vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} ids; mask {config.mask_token_id}"),
             ("output heads", f"{markov}, {confidence}"),
             ("rotary", f"{rope['rope_type']}, theta {rope['rope_theta']:g}"),
@@ -129,32 +120,39 @@ def _architecture(config: DraftConfig) -> str:
     )
 
 
-def _data(training: Json | None) -> str:
+def _data(config: DraftConfig, training: Json | None) -> str:
     if training is None:
         return f"## Data\nThis draft came without `{TRAINING_FILE}`: its data is {UNKNOWN}."
     rows = []
     for one in training.get("rows", []):
         settings = dig(one, "settings", "settings")
         temperatures = dig(settings, "temperatures") or dig(settings, "temperature")
-        sha = one.get("sha256")
         rows.append(
             [
                 said(one.get("name")),
+                _writer(config, one),
                 said(one.get("rows"), ","),
                 said(one.get("answer_tokens"), ","),
                 said(temperatures),
                 said(dig(settings, "max_tokens")),
                 said(sorted(dig(one, "settings", "prompt_files") or {}) or None),
-                UNKNOWN if sha is None else f"`{sha[:16]}`",
+                f"`{one['sha256'][:16]}`" if one.get("sha256") else UNKNOWN,
             ]
         )
-    headers = ("rows file", "rows", "answer tokens", "temperatures", "answer limit", "prompt files", "sha256")
+    headers = ("rows file", "answers by", "rows", "answer tokens", "temperatures", "limit", "prompt files", "sha256")
     return (
-        "## Data\nPrompts answered by the target itself.\n\n"
-        + table(headers, rows)
-        + f"\n\n{said(training.get('training_rows'), ',')} rows trained on, "
-        + f"{said(training.get('held_out_rows'), ',')} held out (all turns of a prompt on one side)."
+        f"## Data\n{table(headers, rows)}\n\n{said(training.get('training_rows'), ',')} rows trained on, "
+        f"{said(training.get('held_out_rows'), ',')} held out (all turns of a prompt on one side), of which "
+        f"{said(training.get('held_out_rows_seen_before'), ',')} on prompts that a draft before it was trained on."
     )
+
+
+def _writer(config: DraftConfig, rows_file: Json) -> str:
+    """Who wrote the answers of a rows file: its notes name the target, without them nothing tells."""
+    writer = dig(rows_file, "settings", "target")
+    if writer is None:
+        return "nothing tells who"
+    return "the target itself" if Path(writer).name == Path(said(config.target_name)).name else said(writer)
 
 
 def _training(training: Json | None) -> str:
@@ -170,10 +168,7 @@ def _training(training: Json | None) -> str:
         ("recipe", said(dig(training, "recipe", "name"))),
         ("steps", f"{said(training.get('steps'), ',')} of {said(settings.get('steps'), ',')}"),
         ("hours of the run", f"{hours[0]}, of which validation {hours[1]}"),
-        (
-            "best by replay",
-            f"{replay}, {said(best.get('rows'))} held-out rows; bonus counted, macro{note}",
-        ),
+        ("best by replay", f"{replay}, {said(best.get('rows'))} held-out rows; bonus counted, macro{note}"),
         ("loss", loss),
         *(
             (key.replace("_", " "), said(value))
@@ -335,7 +330,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DsparkError(path.name, str(path), f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DsparkError(path.name, str(path), f"is not JSON ({error}); make it again") from None
     if not isinstance(found, dict):
         raise DsparkError(path.name, str(path), "must hold one JSON object; make it again")
@@ -348,10 +343,23 @@ def read_training(folder: str | Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
+def read_measured(path: str | Path, folder: str | Path) -> dict[str, Any]:
+    """decode.json of the draft in `folder`. Raises DsparkError when it is of another draft, or does not tell."""
+    figures = read_json(Path(path))
+    again = f"measure this draft: python benchmarks/decode.py --draft {folder}"
+    known = dig(figures, "settings", "weights_sha256")
+    if known is None:
+        raise DsparkError("measured", str(path), f"does not say which weights it measured; {again}")
+    if known != weights_sha256(load_draft(folder)):
+        name = dig(figures, "settings", "draft")
+        raise DsparkError("measured", str(path), f"holds figures of other weights, of {name!r} at the time; {again}")
+    return figures
+
+
 def card_of(folder: str | Path, measured: str | Path | None = None) -> str:
     """The model card of a draft folder. Raises DsparkError."""
     config, training = read_config(folder)[0], read_training(folder)
-    figures = None if measured is None else read_json(Path(measured))
+    figures = None if measured is None else read_measured(measured, folder)
     try:
         return model_card(config, training, figures)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
