@@ -179,3 +179,9 @@ def test_numbers_that_no_row_can_have_are_refused(tmp_path, change, field):
     (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(DsparkError, match=rf"rows\.jsonl:1: {field}"):
         read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_file_of_prompts_is_no_file_of_rows(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "turns": ["Hello"]}\n')
+    with pytest.raises(DsparkError, match=r"prompts\.jsonl:1: source = None: is missing; .* `dspark regenerate`"):
+        read_rows(tmp_path / "prompts.jsonl")

@@ -79,6 +79,9 @@ def _parse(line: bytes, where: str) -> Row:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
+        if first["type"] == "missing":
+            remedy = "is missing; rows are made from prompts by `dspark regenerate`"
+            raise DsparkError(f"{where}: {field}", None, remedy) from None
         raise DsparkError(f"{where}: {field}", _short(first.get("input")), first["msg"]) from None
     check_row(row, where)
     bad = next((token for token in (min(row.ids), max(row.ids)) if not 0 <= token < 2**31), None)
