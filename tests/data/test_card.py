@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dspark.data.card import data_card, distinct_share, quantile
+from dspark.data.notes import Part
 from dspark.data.prompts import Prompt
 from dspark.data.regenerate import RegenerateSettings, regenerate
 from dspark.data.rows import read_rows, unique_rows, write_rows
@@ -30,7 +31,8 @@ def files(tiny_target, tmp_path_factory):
         settings = RegenerateSettings(temperatures, top_p=0.9, seed=4, max_tokens=12)
         engine = Engine(tiny_target, None, max_batch=4)
         out = folder / f"{name}.jsonl"
-        regenerate(engine, tiny_target, PROMPTS, out, settings, quiet=True, prompt_files=[source])
+        part = Part(prompts=source.name)
+        regenerate(engine, tiny_target, PROMPTS, out, settings, quiet=True, prompt_files=[source], part=part)
     return [folder / "greedy.jsonl", folder / "sampled.jsonl"]
 
 
@@ -74,7 +76,74 @@ def test_a_card_says_how_the_files_were_made(files):
         assert hashlib.sha256(file.read_bytes()).hexdigest() in card
     assert "- greedy; answers of at most 12 tokens" in card
     assert "- temperature 0.5 or 1, drawn by prompt; top_k 0, top_p 0.9, min_p 0.0, seed 4; answers of" in card
-    assert card.count("all of its prompts were asked") == 2
+    assert card.count("- asked: all prompts of prompts.jsonl\n") == 2
+
+
+def _copy(files, tmp_path, **changes):
+    """The greedy rows with their notes changed; a change to `...` takes the name away."""
+    out, notes = tmp_path / "copy.jsonl", tmp_path / "copy.jsonl.meta.json"
+    out.write_bytes(files[0].read_bytes())
+    found = {**json.loads((files[0].parent / "greedy.jsonl.meta.json").read_text()), **changes}
+    notes.write_text(json.dumps({name: value for name, value in found.items() if value is not ...}))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"asked": [{"prompts": "p.jsonl", "shard": "0/2"}]}, "asked: part 0/2 of the prompts of p.jsonl"),
+        ({"asked": [{"prompts": "p.jsonl", "limit": 1200}]}, "asked: the first 1,200 prompts of p.jsonl"),
+        (
+            {"asked": [{"prompts": "p.jsonl", "limit": 9, "shuffle": 3, "shard": "1/2"}, {"prompts": "hub:gsm8k"}]},
+            "asked: part 1/2 of the first 9 prompts of p.jsonl in the order of seed 3; all prompts of hub:gsm8k",
+        ),
+        ({"asked": ...}, "asked: which part of the prompts is not recorded"),
+        (
+            {"asked": [{"prompts": "p.jsonl"}], "complete": False},
+            "asked: all prompts of p.jsonl; the last run stopped before all of them were asked",
+        ),
+    ],
+)
+def test_a_card_says_which_part_of_the_prompts_was_asked(files, tmp_path, changes, line):
+    assert f"- {line}\n" in data_card([_copy(files, tmp_path, **changes)])
+
+
+def test_only_files_with_notes_are_said_to_be_the_targets_own(files, tmp_path):
+    by_hand = tmp_path / "by_hand.jsonl"
+    write_rows(by_hand, read_rows(files[1])[:1])
+    assert "itself" not in data_card(
+        [by_hand]
+    ) and "Answers of which nothing tells who wrote them: 1 rows" in data_card([by_hand])
+    both = data_card([files[0], by_hand])
+    assert "by `tiny` itself, but for those in `by_hand.jsonl`, of which nothing tells who wrote them: " in both
+    assert "itself" not in data_card([_copy(files, tmp_path, target=...)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("versions", None),
+        ("summary_by_set", []),
+        ("summary_by_set", {"maths": []}),
+        ("settings", []),
+        ("settings", {"temperatures": "warm"}),
+        ("summary", {"too_long": "many"}),
+        ("prompt_files", "p.jsonl"),
+        ("asked", [{}]),
+        ("target", 5),
+    ],
+)
+def test_notes_of_another_form_are_named(files, tmp_path, name, value):
+    with pytest.raises(DsparkError, match=rf"copy.jsonl.meta.json: {name}"):
+        data_card([_copy(files, tmp_path, **{name: value})])
+
+
+@pytest.mark.parametrize("text", ["[" * 99999, "{", "[]", "\x00"])
+def test_notes_that_are_no_object_are_named(files, tmp_path, text):
+    out = _copy(files, tmp_path)
+    (tmp_path / "copy.jsonl.meta.json").write_text(text)
+    with pytest.raises(DsparkError, match=r"copy.jsonl.meta.json"):
+        data_card([out])
 
 
 def test_an_answer_that_two_files_hold_is_counted_as_a_repetition(files, tmp_path):

@@ -149,7 +149,7 @@ def test_no_prompt_hashes_are_not_a_list_of_them(tmp_path):
     with pytest.raises(DsparkError, match="prompt hashes"):
         write_prompt_hashes(path, [])
     path.touch()
-    with pytest.raises(DsparkError, match="none.txt.*is empty"):
+    with pytest.raises(DsparkError, match=r"none\.txt.*is empty"):
         read_prompt_hashes(path)
 
 

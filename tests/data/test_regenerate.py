@@ -9,6 +9,8 @@ import torch
 
 from dspark.cli_output import regenerated_lines
 from dspark.data.chat import ChatRenderer
+from dspark.data.notes import Part
+from dspark.data.progress import TokenProgress
 from dspark.data.prompts import Prompt, prompt_hash
 from dspark.data.regenerate import RegenerateSettings, regenerate
 from dspark.data.rows import detect_loop, read_rows, row_id
@@ -94,6 +96,37 @@ def test_resume_after_an_interrupt_gives_the_same_file(tiny_target, tmp_path, mo
     assert again.new_rows == 0 and again.resumed_rows == rest.summary.rows
     meta = json.loads((tmp_path / "cut.jsonl.meta.json").read_text())
     assert meta["complete"] is True and meta["summary"]["rows"] == again.summary.rows
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What the bar shows, update by update: (rows done or left out, rows in all)."""
+    seen = []
+    monkeypatch.setattr(TokenProgress, "_show", lambda self: seen.append((self.done + self.skipped, self.total)))
+    return seen
+
+
+def test_rows_of_an_earlier_run_are_shown_from_the_start_and_once(tiny_target, tmp_path, shown):
+    out, total = tmp_path / "rows.jsonl", sum(len(prompt.turns) for prompt in PROMPTS)
+    _run(tiny_target, out, [Prompt("other/0", ("Elsewhere",)), *PROMPTS])
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(line for line in lines if "p/3" not in line))
+    known = sum(row.source != "other/0" for row in read_rows(out))
+    assert 2 < known < total
+    shown.clear()
+    _run(tiny_target, out)
+    assert shown[0] == (known, total)
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown) and shown[-1] == (total, total)
+
+
+def test_another_text_under_a_known_id_is_not_shown_as_done(tiny_target, tmp_path, shown):
+    out = tmp_path / "rows.jsonl"
+    _run(tiny_target, out, [Prompt("talk/0", ("Hi", "Again")), Prompt("p/0", ("Question 0?",))])
+    for turns, rows in ((("Ho", "Again"), 2), (("x" * 300, "Again"), 0)):
+        shown.clear()
+        done = _run(tiny_target, out, [Prompt("talk/0", turns), Prompt("p/0", ("Question 0?",))])
+        assert done.new_rows == rows and done.summary.too_long == (rows == 0)
+        assert shown[0] == (3, 3) and shown[-1] == (3, 3) and max(shown) == (3, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -285,6 +318,29 @@ def test_prompt_files_are_hashed_by_name(tiny_target, tmp_path):
     meta = json.loads((tmp_path / "rows.jsonl.meta.json").read_text())
     assert list(meta["prompt_files"]) == ["prompts.jsonl"] and len(meta["prompt_files"]["prompts.jsonl"]) == 64
     assert meta["target"] == "tiny" and meta["settings"]["max_tokens"] == 16 and str(tmp_path) not in json.dumps(meta)
+
+
+def test_notes_say_which_part_of_the_prompts_was_asked_and_a_resume_may_ask_another(tiny_target, tmp_path):
+    out, notes = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.meta.json"
+    _run(tiny_target, out, PROMPTS[:2])
+    old = json.loads(notes.read_text())
+    assert old.pop("asked") == []
+    notes.write_text(json.dumps(old))  # as it was before parts were noted
+    half, first = Part(prompts="p.jsonl", shard="0/2"), Part(prompts="p.jsonl", limit=3, shuffle=5)
+    for part in (half, first, half):
+        assert _run(tiny_target, out, PROMPTS[:2], part=part).resumed_rows == 2
+    assert [Part(**one) for one in json.loads(notes.read_text())["asked"]] == [half, first]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dropped", None), ("prompt_files", []), ("settings", []), ("asked", {}), ("versions", None)]
+)
+def test_notes_of_another_form_are_refused_by_field(tiny_target, tmp_path, name, value):
+    _run(tiny_target, tmp_path / "rows.jsonl", PROMPTS[:1])
+    notes = tmp_path / "rows.jsonl.meta.json"
+    notes.write_text(json.dumps({**json.loads(notes.read_text()), name: value}))
+    with pytest.raises(DsparkError, match=rf"rows.jsonl.meta.json: {name} = "):
+        _run(tiny_target, tmp_path / "rows.jsonl", PROMPTS[:1])
 
 
 def test_captured_features_are_those_of_the_row(tiny_target, tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dspark.data.rows import Row, notes_path, read_rows, row_notes, unique_rows
+from dspark.data.notes import NotedSettings, Notes, read_notes
+from dspark.data.rows import Row, notes_path, read_rows, unique_rows
 from dspark.data.summary import RowSummary, Summaries, prompt_set
 from dspark.errors import DsparkError
 
@@ -35,7 +35,8 @@ _DROPPED = {"duplicates": "asked already", "too_long": "prompts too long", "drop
 def data_card(files: Sequence[Path]) -> str:
     """The card of these rows files (Markdown, file names without folders), a function of their contents alone.
 
-    Raises DsparkError when there is no file, one is named twice or cannot be read, or two have different targets.
+    Raises DsparkError when there is no file, one is named twice, it or its notes cannot be read, or two have different
+    targets.
     """
     files = [Path(file) for file in files]
     if not files:
@@ -44,11 +45,11 @@ def data_card(files: Sequence[Path]) -> str:
     if twice:
         raise DsparkError("rows", twice[0].name, "is named twice; name each file once")
     rows_of = [read_rows(file) for file in files]
-    notes_of = [row_notes(file) for file in files]
+    notes_of = [read_notes(file) for file in files]
     rows = [row for some in rows_of for row in some]
     parts = [
         "# Data card",
-        _headline(notes_of, rows),
+        _headline(files, notes_of, rows),
         "## By set of prompts",
         _set_table(rows, notes_of),
         "## By temperature",
@@ -62,16 +63,12 @@ def data_card(files: Sequence[Path]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _headline(notes_of: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
-    targets = {str(notes["target"]) for notes in notes_of if "target" in notes}
-    if len(targets) > 1:
-        raise DsparkError("target", sorted(targets), "rows of several targets; make one card for each")
-    target = f"`{next(iter(targets))}`" if targets else "a target that no file's notes name"
+def _headline(files: Sequence[Path], notes_of: Sequence[Notes | None], rows: Sequence[Row]) -> str:
     total, prompts = Summaries(rows).total, len({row.source for row in rows})
     again = len(rows) - len(unique_rows(rows))
     return "\n".join(
         [
-            f"Answers written by {target} itself: {total.rows:,} rows of {prompts:,} prompts, "
+            f"{_written_by(files, notes_of)}: {total.rows:,} rows of {prompts:,} prompts, "
             f"{total.supervised_tokens:,} answer tokens and {total.prompt_tokens:,} prompt tokens.",
             f"{again:,} of the rows repeat the prompt and the answer of an earlier one (a sampled answer may equal the "
             "greedy one); they are counted below, and training takes each once.",
@@ -79,18 +76,32 @@ def _headline(notes_of: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str
     )
 
 
-def _dropped_by_set(notes_of: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]] | None:
+def _written_by(files: Sequence[Path], notes_of: Sequence[Notes | None]) -> str:
+    """Who wrote the answers, said only of files whose notes name the target."""
+    writers = [None if notes is None else notes.target for notes in notes_of]
+    targets = sorted({writer for writer in writers if writer is not None})
+    if len(targets) > 1:
+        raise DsparkError("target", targets, "rows of several targets; make one card for each")
+    silent = [file.name for file, writer in zip(files, writers, strict=True) if writer is None]
+    others = ", ".join(f"`{_cell(name)}`" for name in silent)
+    if not targets:
+        return "Answers of which nothing tells who wrote them"
+    itself = f"Answers written by `{targets[0]}` itself"
+    return f"{itself}, but for those in {others}, of which nothing tells who wrote them" if others else itself
+
+
+def _dropped_by_set(notes_of: Sequence[Notes | None]) -> dict[str, Counter[str]] | None:
     """{set: {why: prompts that gave no row}}, or None when not every file's notes tell it."""
     dropped: dict[str, Counter[str]] = {}
     for notes in notes_of:
-        if "summary_by_set" not in notes:
+        if notes is None or notes.summary_by_set is None:
             return None
-        for name, counts in notes["summary_by_set"].items():
+        for name, counts in notes.summary_by_set.items():
             dropped.setdefault(name, Counter()).update({key: counts.get(key, 0) for key in _DROPPED})
     return dropped
 
 
-def _set_table(rows: Sequence[Row], notes_of: Sequence[Mapping[str, Any]]) -> str:
+def _set_table(rows: Sequence[Row], notes_of: Sequence[Notes | None]) -> str:
     """One line a set, one for all."""
     dropped = _dropped_by_set(notes_of)
     groups: dict[str, list[Row]] = {name: [] for name in dropped or {}}
@@ -131,36 +142,42 @@ def _temperature_table(rows: Sequence[Row]) -> str:
     return _table(["temperature", "rows", "answer tokens", "loops"], lines)
 
 
-def _file_lines(file: Path, rows: Sequence[Row], notes: Mapping[str, Any]) -> str:
+def _file_lines(file: Path, rows: Sequence[Row], notes: Notes | None) -> str:
     lines = [f"{len(rows):,} rows, sha256 `{hashlib.sha256(file.read_bytes()).hexdigest()}`"]
-    if not notes:
-        return _list([*lines, f"no `{_cell(notes_path(file).name)}` beside it: how it was made is not known"])
-    counts = notes.get("summary", {})
+    if notes is None:
+        missing = f"no `{_cell(notes_path(file).name)}` beside it: who wrote its answers, and how, is not known"
+        return _list([*lines, missing])
     lines += [
-        f"target `{notes.get('target')}` ({notes.get('target_dtype')}), stop ids {notes.get('stop_ids')}",
-        f"template sha256 `{notes.get('template_sha256')}`, thinking {notes.get('thinking') or 'left as it is'}, "
-        f"variables {notes.get('template_variables') or 'none'}",
-        _settings_line(notes.get("settings", {})),
-        "no row: " + ", ".join(f"{counts.get(key, 0)} {why}" for key, why in _DROPPED.items()),
-        "all of its prompts were asked" if notes.get("complete") else "stopped before all of its prompts were asked",
+        f"target `{notes.target}` ({notes.target_dtype}), stop ids {notes.stop_ids}",
+        f"template sha256 `{notes.template_sha256}`, thinking {notes.thinking or 'left as it is'}, "
+        f"variables {notes.template_variables or 'none'}",
+        _settings_line(notes.settings),
+        "no row: " + ", ".join(f"{notes.summary.get(key, 0)} {why}" for key, why in _DROPPED.items()),
+        _asked_line(notes),
     ]
-    for name, digest in sorted(notes.get("prompt_files", {}).items()):
+    for name, digest in sorted(notes.prompt_files.items()):
         lines.append(f"prompts `{_cell(name)}`" + (f", sha256 `{digest}`" if digest else " (not a file)"))
-    lines.append("made with " + ", ".join(f"{name} {one}" for name, one in sorted(notes.get("versions", {}).items())))
+    lines.append("made with " + ", ".join(f"{name} {one}" for name, one in sorted(notes.versions.items())))
     return _list(lines)
 
 
-def _settings_line(settings: Mapping[str, Any]) -> str:
-    temperatures = settings.get("temperatures", [settings.get("temperature", 0.0)])
+def _asked_line(notes: Notes) -> str:
+    asked = "; ".join(_cell(str(part)) for part in notes.asked) or "which part of the prompts is not recorded"
+    return f"asked: {asked}" + ("" if notes.complete else "; the last run stopped before all of them were asked")
+
+
+def _settings_line(settings: NotedSettings) -> str:
+    temperatures = settings.temperatures or [0.0]
     said = ["greedy"]
     if set(temperatures) != {0.0}:
+        extra = settings.model_extra or {}
         said = [
             f"temperature {' or '.join(f'{value:g}' for value in temperatures)}"
             + (", drawn by prompt" if len(temperatures) > 1 else ""),
-            ", ".join(f"{name} {settings.get(name)}" for name in ("top_k", "top_p", "min_p", "seed")),
+            ", ".join(f"{name} {extra.get(name)}" for name in ("top_k", "top_p", "min_p", "seed")),
         ]
-    longest = settings.get("max_prompt_tokens")
-    said.append(f"answers of at most {settings.get('max_tokens')} tokens")
+    longest = settings.max_prompt_tokens
+    said.append(f"answers of at most {settings.max_tokens} tokens")
     said.append(f"prompts of at most {longest} tokens" if longest else "prompts as long as the context allows")
     return "; ".join(said)
 

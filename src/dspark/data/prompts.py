@@ -109,7 +109,8 @@ def write_prompt_hashes(path: str | Path, hashes: Iterable[str]) -> None:
 
 
 def read_prompt_hashes(path: str | Path) -> frozenset[str]:
-    """The hashes that `write_prompt_hashes` wrote. Raises DsparkError naming the file when it is empty, and the line that is none."""
+    """The hashes that `write_prompt_hashes` wrote. Raises DsparkError naming the file, and the line that is none; an
+    empty file is refused too."""
     path = Path(path)
     if not path.is_file():
         raise DsparkError("prompt hashes", str(path), "no such file")
@@ -118,7 +119,7 @@ def read_prompt_hashes(path: str | Path) -> frozenset[str]:
         if not _HASH.fullmatch(line):
             raise DsparkError(f"{path}:{number}", line[:60], "must be 16 hex digits, one prompt hash a line")
     if not lines:
-        raise DsparkError("prompt hashes", str(path), "is empty; copy it again, or remove it: the prompts are not known")
+        raise DsparkError("prompt hashes", str(path), "is empty, which tells nothing; copy it again or remove it")
     return frozenset(lines)
 
 

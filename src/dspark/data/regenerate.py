@@ -7,33 +7,27 @@ Every row has a content-derived id; running the same command again continues whe
 from __future__ import annotations
 
 import hashlib
-import json
-import platform
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import transformers
-from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor
 
-from dspark import __version__
 from dspark.data.chat import ChatRenderer
+from dspark.data.notes import Part, describe, open_notes, write_notes
 from dspark.data.progress import TokenProgress
-from dspark.data.prompts import Prompt, prompt_hash, write_text
-from dspark.data.rows import Row, RowWriter, notes_path, row_id, row_notes
+from dspark.data.prompts import Prompt, prompt_hash
+from dspark.data.rows import Row, RowWriter, row_id
 from dspark.data.summary import RowSummary, Summaries
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, SamplingSettings
 from dspark.errors import DsparkError
+from dspark.locks import lock_for_writing
 from dspark.targets.base import Target
-
-FORMAT = 1
 
 
 class FeatureSink(Protocol):
@@ -95,7 +89,7 @@ class RegenerateSettings:
         return {"temperature": temperature, **{name: getattr(self, name) for name in names}}
 
     def record(self) -> dict[str, Any]:
-        """The settings as JSON has them, for the sidecar."""
+        """The settings as JSON has them, for the notes."""
         return {**asdict(self), "temperatures": list(self.temperatures)}
 
 
@@ -152,43 +146,37 @@ def regenerate(
     renderer: ChatRenderer | None = None,
     sink: FeatureSink | None = None,
     prompt_files: Sequence[str | Path] = (),
+    part: Part | None = None,
     console: Console | None = None,
     quiet: bool = False,
 ) -> Regenerated:
     """Let the target answer `prompts` and append the rows to `out` (JSONL, in order of completion).
 
-    Turn k + 1 of a conversation is rendered with the target's own answer to turn k. `<out>.meta.json` records the
+    Turn k + 1 of a conversation is rendered with the target's own answer to turn k. `<out>.meta.json` notes the
     target, template, settings, versions and prompt files; a file made under others is refused, the same command on
     an unfinished one goes on. Empty answers are dropped (and not tried again), answers cut at the token limit are
     marked, equal prompts are asked once; all are counted. An interrupt (Ctrl-C) leaves a file that can be resumed.
-    `prompt_files` are hashed into the sidecar. Raises DsparkError on bad input.
+    `prompt_files` are hashed into the notes, `part` says which of their prompts these are. Raises DsparkError on bad
+    input.
     """
     prompts, out = list(prompts), Path(out)
     renderer = renderer or ChatRenderer(target.tokenizer)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir():
         raise DsparkError("out", str(out), "is a folder; give the name of a .jsonl file")
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise DsparkError("out", str(out), "is being written by another run; wait for it or use another file") from None
-    try:
-        meta = _open_sidecar(out, _describe(target, renderer, settings, prompt_files))
+    with lock_for_writing(out, "out"):
+        notes = open_notes(out, describe(target, renderer, settings.record(), prompt_files, part))
         with RowWriter(out) as writer:
             turns = sum(len(prompt.turns) for prompt in prompts)
             with TokenProgress("regenerate", turns, console, quiet) as progress:
-                run = _Run(target, renderer, settings, writer, sink, meta, progress)
+                run = _Run(target, renderer, settings, writer, sink, notes["dropped"], progress)
                 try:
                     run.serve(engine, prompts)
-                    meta["complete"] = True
+                    notes["complete"] = True
                 finally:
                     run.report.seconds = progress.seconds
-                    meta.update(run.report.summaries.record())
-                    _write_json(notes_path(out), meta)
+                    notes.update(run.report.summaries.record())
+                    write_notes(out, notes)
         return run.report
-    finally:
-        lock.release()
 
 
 class _Run:
@@ -201,21 +189,25 @@ class _Run:
         settings: RegenerateSettings,
         writer: RowWriter,
         sink: FeatureSink | None,
-        meta: dict[str, Any],
+        dropped: dict[str, str],
         progress: TokenProgress,
     ) -> None:
         self.target, self.renderer, self.settings = target, renderer, settings
         self.writer, self.sink, self.progress = writer, sink, progress
-        self.dropped: dict[str, str] = meta["dropped"]
+        self.dropped = dropped  # row id -> prompt id
         self.report = Regenerated(Summaries(writer.existing.values()))
         self.answers = {identity: _Answer.of(row) for identity, row in writer.existing.items()}
         writer.existing.clear()
+        self.counted: set[tuple[str, int]] = set()  # (prompt id, turn) shown as done before they are met
         self.queue: deque[_Conversation] = deque()
         self.asked: dict[str, list[_Conversation]] = {}  # row id in flight -> others that want the same answer
         limit = target.max_context - 1
         self.room = limit if settings.max_prompt_tokens is None else min(limit, settings.max_prompt_tokens)
 
-    def serve(self, engine: Engine, prompts: Iterable[Prompt]) -> None:
+    def serve(self, engine: Engine, prompts: Sequence[Prompt]) -> None:
+        asked = {(prompt.id, turn) for prompt in prompts for turn in range(len(prompt.turns))}
+        self.counted = asked.intersection((answer.source, answer.turn) for answer in self.answers.values())
+        self.progress.skip(len(self.counted))
         for prompt in prompts:
             temperature = self.settings.temperature(prompt.id)
             self.queue.append(_Conversation(prompt, 0, temperature, [{"role": "user", "content": prompt.turns[0]}]))
@@ -245,11 +237,10 @@ class _Run:
         conversation.prompt_ids = self.renderer.prompt_ids(conversation.messages)
         length = len(conversation.prompt_ids)
         if length > self.room:
-            left = len(conversation.prompt.turns) - conversation.turn
             self._counts(conversation).too_long += 1
             where = f"{conversation.prompt.id} turn {conversation.turn}"
             self.report.left_out.append(f"{where}: {length} tokens, room for {self.room}")
-            self.progress.skip(left)
+            self._skip(conversation, len(conversation.prompt.turns))
             return False
         identity = row_id(conversation.prompt_ids, self.settings.identity(conversation.temperature))
         conversation.row_id = identity
@@ -263,6 +254,9 @@ class _Run:
             self._empty(conversation)
             return False
         self.asked[identity] = []
+        if (conversation.prompt.id, conversation.turn) in self.counted:  # the file has another text under this id
+            self.counted.remove((conversation.prompt.id, conversation.turn))
+            self.progress.skip(-1)
         return True
 
     def _counts(self, conversation: _Conversation) -> RowSummary:
@@ -275,13 +269,19 @@ class _Run:
             self.report.resumed_rows += 1
         else:
             self._counts(conversation).duplicates += 1
-        self.progress.skip()
+        self._skip(conversation, conversation.turn + 1)
         self._advance(conversation, answer)
 
     def _empty(self, conversation: _Conversation) -> None:
         """An empty answer gives no row and ends its conversation."""
         self._counts(conversation).dropped_empty += 1
-        self.progress.skip(len(conversation.prompt.turns) - conversation.turn)
+        self._skip(conversation, len(conversation.prompt.turns))
+
+    def _skip(self, conversation: _Conversation, stop: int) -> None:
+        """This turn and those after it, up to `stop`, will not be asked; what was counted before is not again."""
+        left = {(conversation.prompt.id, turn) for turn in range(conversation.turn, stop)}
+        self.progress.skip(len(left - self.counted))
+        self.counted -= left
 
     def _finished(self, conversation: _Conversation, result: Result, captured: tuple[Tensor, Tensor] | None) -> None:
         assert result.finish_reason is not None
@@ -325,65 +325,3 @@ class _Run:
     def _text(self, ids: Sequence[int]) -> str:
         # Special tokens stay in: they may be the marks of a tool call or of thinking, which the template wants.
         return self.target.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _describe(
-    target: Target, renderer: ChatRenderer, settings: RegenerateSettings, prompt_files: Sequence[str | Path]
-) -> dict[str, Any]:
-    hashes = {}
-    for name in prompt_files:
-        path = Path(name)
-        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-    return {
-        "format": FORMAT,
-        "target": target.name,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "stop_ids": sorted(target.stop_ids),
-        **renderer.recipe(),
-        "template_variables": renderer.variables,
-        "settings": settings.record(),
-        "prompt_files": hashes,
-        "versions": {
-            "dspark": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "dropped": {},
-        "complete": False,
-    }
-
-
-# What must not change within one file; the prompts and the limit on their length may.
-_FIXED = ("format", "target", "target_dtype", "stop_ids", "template_sha256", "thinking", "template_variables")
-
-
-def _open_sidecar(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Start a new sidecar, or check that the one there was made by the same settings and go on with it."""
-    path = notes_path(out)
-    if out.exists() and out.stat().st_size and not path.exists():
-        raise DsparkError("out", str(out), f"exists without its {path.name}, so it cannot be resumed; use another name")
-    if path.exists():
-        found = row_notes(out)
-        _refuse_changes(found, wanted, out)
-        wanted["dropped"] = dict(found.get("dropped", {}))
-        wanted["prompt_files"] = {**found.get("prompt_files", {}), **wanted["prompt_files"]}
-    _write_json(path, wanted)
-    return wanted
-
-
-def _refuse_changes(found: Mapping[str, Any], wanted: Mapping[str, Any], out: Path) -> None:
-    for name in _FIXED:
-        if found.get(name) != wanted[name]:
-            raise DsparkError(name, wanted[name], f"{out} was made with {found.get(name)!r}; use another file")
-    before = dict(found.get("settings", {}))
-    if "temperature" in before:  # files made before there could be several
-        before["temperatures"] = [before.pop("temperature")]
-    for name, value in wanted["settings"].items():
-        if name != "max_prompt_tokens" and before.get(name) != value:
-            raise DsparkError(name, value, f"{out} was made with {before.get(name)!r}; use another file")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
