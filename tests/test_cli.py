@@ -218,10 +218,26 @@ def test_regenerate_train_replay_in_a_row(run, tiny_llama_folder, tmp_path):
     replayed = ["replay", "--target", tiny_llama_folder, "--draft", tmp_path / "run" / "last", "--rows", rows, "--json"]
     code, out, err = run(*replayed)
     assert code == 0, err
-    assert json.loads(out)["macro_length"] >= 1.0
+    everything = json.loads(out)
+    assert everything["macro_length"] >= 1.0
     code, table, _ = run(*replayed[:-1])
     assert code == 0
     assert "bonus counted" in table
+    # nine of the twelve prompts were trained on, and three were held out
+    assert (everything["overlap"]["asked"], everything["overlap"]["in_training_set"]) == (12, 9)
+    assert everything["overlap"]["line"].startswith("WARNING: 9 of 12 prompts are in the draft's training set")
+    assert everything["overlap"]["line"] in table
+    code, out, err = run(*replayed, "--unseen")
+    assert code == 0, err
+    unseen = json.loads(out)
+    assert unseen["overlap"]["line"] == "0 of 3 prompts are in the draft's training set"
+    assert len(unseen["rounds_by_row"]) == 3 and unseen["rounds_by_row"].items() <= everything["rounds_by_row"].items()
+    (tmp_path / "run" / "last" / "training_prompts.txt").unlink()
+    assert json.loads(run(*replayed)[1])["overlap"]["in_training_set"] is None
+    assert "unknown: this draft does not say" in run(*replayed[:-1])[1]
+    code, _, err = run(*replayed, "--unseen")
+    assert code == 2
+    assert "unseen" in err
 
 
 def test_the_installed_command_answers():
@@ -299,6 +315,32 @@ def test_two_shards_answer_every_prompt_once_at_one_of_the_temperatures(run, tin
     rows = [row for part in found for row in part]
     assert sorted(row["source"] for row in rows) == sorted(f"p/{i}" for i in range(12))
     assert {row["temperature"] for row in rows} == {0.5, 1.0}
+    code, card, err = run("card", tmp_path / "0.jsonl", tmp_path / "1.jsonl")
+    assert code == 0, err
+    assert "- asked: part 0/2 of the prompts of prompts.jsonl\n" in card
+    assert "- asked: part 1/2 of the prompts of prompts.jsonl\n" in card
+    code, _, err = run(*ask, "--out", tmp_path / "first.jsonl", "--limit", "5", "--shuffle", "3")
+    assert code == 0, err
+    assert (
+        "- asked: the first 5 prompts of prompts.jsonl in the order of seed 3\n"
+        in run("card", tmp_path / "first.jsonl")[1]
+    )
+
+
+def test_rows_files_of_two_shards_have_features_of_their_own(run, tiny_llama_folder, tmp_path):
+    prompts, recipe = tmp_path / "prompts.jsonl", tmp_path / "recipe.yaml"
+    prompts.write_text("".join(json.dumps({"id": f"p/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(6)))
+    draft = draft_config(target_name="tiny").model_dump(mode="json")
+    recipe.write_text(json.dumps({"name": "tiny", "target": str(tiny_llama_folder), "draft": draft}))
+    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--max-tokens", "4", "--capture", recipe]
+    for part in (0, 1):
+        out = tmp_path / f"rows.{part}"
+        code, _, err = run(*ask, "--out", out, "--shard", f"{part}/2")
+        assert code == 0, err
+        written = {json.loads(line)["id"] for line in out.read_text().splitlines()}
+        index = json.loads((tmp_path / f"rows.{part}.features" / "index.json").read_text())
+        assert written == set(index["rows"]) and written
+    assert cli.features_folder(tmp_path / "rows.jsonl") == tmp_path / "rows.features"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from dspark import __version__
 from dspark.bench.metrics import Answer, summarise
+from dspark.bench.overlap import rows_overlap, unseen_rows
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.native import read_config
 from dspark.cli_output import (
@@ -31,9 +33,10 @@ from dspark.cli_output import (
 from dspark.data.card import data_card
 from dspark.data.chat import ChatRenderer
 from dspark.data.invent import invent, read_openings, write_prompts
+from dspark.data.notes import Part, read_notes
 from dspark.data.prompts import read_prompts, shard_prompts, write_text
 from dspark.data.regenerate import RegenerateSettings, regenerate
-from dspark.data.rows import check_ids, detect_loop, read_rows, row_notes
+from dspark.data.rows import check_ids, detect_loop, read_rows
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.decoding.replay import replay
@@ -166,19 +169,20 @@ def regenerate_command(
     loaded = load_target(target, DTYPES[dtype])
     loaded.check_taps(taps)
     engine = Engine(loaded, None, max_batch=batch, capture_taps=taps)
-    writer = None if not taps else FeatureWriter(features_folder(out), loaded, taps, capture_dtype)
+    renderer = ChatRenderer(loaded.tokenizer, template=template)
+    part = Part(prompts=Path(prompts).name or prompts, limit=limit, shuffle=shuffle, shard=shard)
+    features: AbstractContextManager[FeatureWriter | None] = nullcontext()
+    if taps:
+        features = FeatureWriter(features_folder(out), loaded, taps, capture_dtype)
     try:
-        renderer = ChatRenderer(loaded.tokenizer, template=template)
-        report = regenerate(engine, loaded, asked, out, settings, renderer, writer, [prompts])
+        with features as writer:
+            report = regenerate(engine, loaded, asked, out, settings, renderer, writer, [prompts], part)
+            if writer is not None and report.summary.rows:
+                # rows whose states were still in memory when an earlier run was killed
+                cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
     except KeyboardInterrupt:
         errors.print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
-    finally:
-        if writer is not None:
-            writer.flush()
-    if writer is not None and report.summary.rows:
-        # rows whose states were still in memory when an earlier run was killed
-        cache_features(InProcessFeatures(loaded, taps), read_rows(out), writer)
     console.print(regenerated_lines(report) + f"\nwritten to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -237,8 +241,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def features_folder(rows: Path) -> Path:
-    """Where the features of a rows file are kept: rows.jsonl -> rows.features."""
-    return rows.with_suffix(".features")
+    """Where the features of a rows file are kept: rows.jsonl -> rows.features, rows.0 -> rows.0.features."""
+    return rows.with_name(rows.name.removesuffix(".jsonl") + ".features")
 
 
 @app.command("train", epilog=example("dspark train smollm2-135m training.steps=2000 training.out=runs/mine"))
@@ -256,13 +260,14 @@ def train_command(
     console.print(f"best draft: {result.best} (try: dspark generate --draft {result.best} --prompt ...)", markup=False)
 
 
-@app.command("replay", epilog=example("dspark replay --rows runs/rows.jsonl --draft runs/mine/best -n 7"))
+@app.command("replay", epilog=example("dspark replay --rows runs/rows.jsonl --draft runs/mine/best --unseen -n 7"))
 def replay_command(
     rows: Annotated[Path, typer.Option(help="Rows file; its .features folder is used when it is there.")],
     target: TargetOption = EMBEDDED,
     draft: NeededDraftOption = EMBEDDED_DRAFT,
     n: WidthOption = None,
     draft_mode: DraftModeOption = "block",
+    unseen: Annotated[bool, typer.Option("--unseen", help="Only prompts the draft was not trained on.")] = False,
     limit: Annotated[int | None, typer.Option(help="Rows at most.")] = None,
     batch: Annotated[int, typer.Option(help="Rows walked side by side.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Round records of every row as one JSON object.")] = False,
@@ -271,17 +276,19 @@ def replay_command(
     for name, value in (("limit", limit), ("batch", batch)):
         if value is not None and value < 1:
             raise DsparkError(name, value, "must be at least 1")
-    found = [row for row in read_rows(rows) if len(row.answer_ids) > 1][:limit]
+    drafted, found = load_named_draft(draft), read_rows(rows)
+    if unseen:
+        found = unseen_rows(draft_folder(draft), found)
+    found = [row for row in found if len(row.answer_ids) > 1][:limit]
     if not found:
         raise DsparkError("rows", str(rows), "holds no answer of two tokens or more, so there is no round to replay")
     sampled = next((row for row in found if row.temperature > 0), None)
     if sampled is not None:
         raise DsparkError("rows", f"row {sampled.id} at temperature {sampled.temperature}", "must be greedy answers")
-    loaded, drafted = load_target(target), load_named_draft(draft)
+    loaded, notes = load_target(target), read_notes(rows)
     check_ids(found, loaded.vocab_size)
-    written_by = row_notes(rows).get("target", loaded.name)
-    if written_by != loaded.name:
-        raise DsparkError("rows", str(rows), f"was written by {written_by!r}, not by {loaded.name!r}")
+    if notes is not None and notes.target not in (None, loaded.name):
+        raise DsparkError("rows", str(rows), f"was written by {notes.target!r}, not by {loaded.name!r}")
     proposer = make_proposer(loaded, drafted, n, draft_mode)
     assert isinstance(proposer, DSparkProposer)
     folder = features_folder(rows)
@@ -292,12 +299,14 @@ def replay_command(
         source = cached
     walked = replay(proposer, ((row, source.get(row).taps.float()) for row in found), batch, loaded.max_context)
     answers = [Answer(row.source, rounds, detect_loop(row.text_ids)) for row, rounds in zip(found, walked, strict=True)]
-    summary = summarise(answers, proposer.n)
+    summary, overlap = summarise(answers, proposer.n), rows_overlap(draft_folder(draft), found)
     if as_json:
+        known = {**overlap.to_json(), "line": str(overlap)}
         records = {row.id: [round_record(r) for r in rounds] for row, rounds in zip(found, walked, strict=True)}
-        print(json.dumps({"n": proposer.n, **asdict(summary), "rounds_by_row": records}))
+        print(json.dumps({"n": proposer.n, **asdict(summary), "overlap": known, "rounds_by_row": records}))
     else:
         console.print(acceptance_table(summary, f"replay, n = {proposer.n}, greedy"))
+        console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, soft_wrap=True)
 
 
 @app.command("inspect", epilog=example("dspark inspect kimi-k3"))
