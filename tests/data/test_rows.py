@@ -12,9 +12,11 @@ from dspark.data.rows import (
     RowWriter,
     detect_loop,
     group_rows,
+    notes_path,
     pack,
     read_rows,
     row_id,
+    row_notes,
     split_held_out,
     unique_rows,
     write_rows,
@@ -185,3 +187,10 @@ def test_a_file_of_prompts_is_no_file_of_rows(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "turns": ["Hello"]}\n')
     with pytest.raises(DsparkError, match=r"prompts\.jsonl:1: source = None: is missing; .* `dspark regenerate`"):
         read_rows(tmp_path / "prompts.jsonl")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 99999, '{"a": ' * 99999, b"\xff"])
+def test_notes_that_are_no_json_object_are_named(tmp_path, text):
+    notes_path(tmp_path / "rows.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DsparkError, match=r"rows\.jsonl\.meta\.json.*under another name"):
+        row_notes(tmp_path / "rows.jsonl")

@@ -85,8 +85,6 @@ def read_notes(rows: str | Path) -> Notes | None:
     try:
         found = row_notes(rows)
         return Notes.model_validate(found) if found else None
-    except RecursionError:
-        raise DsparkError("rows", str(path), "is nested too deeply; regenerate the rows under another name") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -169,10 +169,9 @@ def row_notes(path: str | Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(notes.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DsparkError(
-            "rows", str(notes), f"is not JSON ({error}); regenerate the rows under another name"
-        ) from None
+    except (ValueError, RecursionError) as error:  # thousands of brackets
+        remedy = f"is not JSON ({error}); regenerate the rows under another name"
+        raise DsparkError("rows", str(notes), remedy) from None
     if not isinstance(found, dict):
         raise DsparkError("rows", str(notes), "must hold one JSON object; regenerate the rows under another name")
     return found
