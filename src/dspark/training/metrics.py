@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from dspark.errors import pip_install
+
 METRICS_NAME = "metrics.jsonl"
 
 
@@ -25,7 +27,8 @@ class MetricsLog:
         try:
             from torch.utils.tensorboard import SummaryWriter  # heavy and optional
         except ImportError:
-            console.print("TensorBoard is not installed (pip install tensorboard); metrics go to metrics.jsonl only")
+            remedy = pip_install("tensorboard")
+            console.print(f"TensorBoard is not installed ({remedy}); metrics go to metrics.jsonl only", soft_wrap=True)
         else:
             self._board = SummaryWriter(str(Path(out) / "tensorboard"), purge_step=step + 1)
 
