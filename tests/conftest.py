@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dspark import cli
 from dspark.targets.embedded import ensure_embedded
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
@@ -84,3 +86,17 @@ def _tiny_tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
 def embedded_path() -> Iterator[Path]:
     """The embedded target, converted if it is not in the cache yet; a missing package fails with the way to get it."""
     yield ensure_embedded()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Call the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dspark", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        seen = capsys.readouterr()
+        return int(stop.value.code or 0), seen.out, seen.err
+
+    return call

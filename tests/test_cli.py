@@ -1,6 +1,7 @@
 """The command line as a user meets it: help with an example, JSON, and bad input as one line and exit code 2."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.decoding.conftest import draft_config
 
-from dspark import cli
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
 
@@ -24,20 +24,6 @@ def draft_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts") / "tiny"
     save_draft(DSparkDraft(draft_config(markov_rank=8, target_name="tiny")), folder)
     return folder
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Call the command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dspark", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        seen = capsys.readouterr()
-        return stop.value.code or 0, seen.out, seen.err
-
-    return call
 
 
 @pytest.fixture
@@ -214,6 +200,10 @@ def test_regenerate_train_replay_in_a_row(run, tiny_llama_folder, tmp_path):
     assert run("train", recipe, f"draft.mask_token_id={min(emitted)}")[0] == 2, "the target emits it"
     code, out, err = run("train", recipe, mask)
     assert code == 0, err
+    program, *words = shlex.split(out.splitlines()[-1])  # to be copied: one line, whatever the terminal's width
+    assert program == "dspark" and run(*words, "--max-tokens", "4")[0] == 0
+    code, _, err = run(*words[:3], "--draft", tmp_path / "run", "--prompt", "a")
+    assert code == 2 and f"give a draft in it, {tmp_path / 'run' / 'best'}" in err
     assert run("train", recipe, mask)[0] == 2, "a finished run is not overwritten"
     replayed = ["replay", "--target", tiny_llama_folder, "--draft", tmp_path / "run" / "last", "--rows", rows, "--json"]
     code, out, err = run(*replayed)
@@ -282,118 +272,7 @@ def test_replay_refuses_rows_of_another_target(run, tiny_llama_folder, draft_fol
     assert "another" in err
 
 
-def test_a_place_that_cannot_be_written_is_one_line(run, tiny_llama_folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
-    code, _, err = run("regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", prompts / "rows")
-    assert code == 2
-    assert str(prompts) in err
-    assert len(err.strip().splitlines()) == 1
-
-
-def test_a_recipe_for_a_deeper_target_leaves_nothing_behind(run, tiny_llama_folder, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "made" / "rows.jsonl"
-    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
-    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", out]
-    code, _, err = run(*ask, "--capture", "smollm2-135m")
-    assert code == 2
-    assert "target_layer_ids" in err
-    assert not out.parent.exists()
-
-
-def test_two_shards_answer_every_prompt_once_at_one_of_the_temperatures(run, tiny_llama_folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(12)))
-    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--max-tokens", "4", "--threads", "1"]
-    found = []
-    for part in (0, 1):
-        out = tmp_path / f"{part}.jsonl"
-        code, _, err = run(*ask, "--out", out, "--shard", f"{part}/2", "--temperature", "0.5,1")
-        assert code == 0, err
-        found.append([json.loads(line) for line in out.read_text().splitlines()])
-    assert all(found)
-    rows = [row for part in found for row in part]
-    assert sorted(row["source"] for row in rows) == sorted(f"p/{i}" for i in range(12))
-    assert {row["temperature"] for row in rows} == {0.5, 1.0}
-    code, card, err = run("card", tmp_path / "0.jsonl", tmp_path / "1.jsonl")
-    assert code == 0, err
-    assert "- asked: part 0/2 of the prompts of prompts.jsonl\n" in card
-    assert "- asked: part 1/2 of the prompts of prompts.jsonl\n" in card
-    code, _, err = run(*ask, "--out", tmp_path / "first.jsonl", "--limit", "5", "--shuffle", "3")
-    assert code == 0, err
-    assert (
-        "- asked: the first 5 prompts of prompts.jsonl in the order of seed 3\n"
-        in run("card", tmp_path / "first.jsonl")[1]
-    )
-
-
-def test_rows_files_of_two_shards_have_features_of_their_own(run, tiny_llama_folder, tmp_path):
-    prompts, recipe = tmp_path / "prompts.jsonl", tmp_path / "recipe.yaml"
-    prompts.write_text("".join(json.dumps({"id": f"p/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(6)))
-    draft = draft_config(target_name="tiny").model_dump(mode="json")
-    recipe.write_text(json.dumps({"name": "tiny", "target": str(tiny_llama_folder), "draft": draft}))
-    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--max-tokens", "4", "--capture", recipe]
-    for part in (0, 1):
-        out = tmp_path / f"rows.{part}"
-        code, _, err = run(*ask, "--out", out, "--shard", f"{part}/2")
-        assert code == 0, err
-        written = {json.loads(line)["id"] for line in out.read_text().splitlines()}
-        index = json.loads((tmp_path / f"rows.{part}.features" / "index.json").read_text())
-        assert written == set(index["rows"]) and written
-    assert cli.features_folder(tmp_path / "rows.jsonl") == tmp_path / "rows.features"
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("shard", "2/2"),
-        ("shard", "1"),
-        ("shard", "-1/2"),
-        ("temperature", "0.5,"),
-        ("temperature", "warm"),
-        ("threads", "0"),
-    ],
-)
-def test_regenerate_refuses_what_it_cannot_split(run, tiny_llama_folder, tmp_path, option, value):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "made" / "rows.jsonl"
-    prompts.write_text('{"id": "a", "turns": ["x"]}\n')
-    ask = ["regenerate", "--target", tiny_llama_folder, "--prompts", prompts, "--out", out]
-    code, _, err = run(*ask, f"--{option}={value}")
-    assert code == 2
-    assert option in err
-    assert len(err.strip().splitlines()) == 1
-    assert not out.parent.exists()
-
-
-def test_card_is_printed_or_written(run, tmp_path):
-    rows, out = write_rows(tmp_path / "rows.jsonl"), tmp_path / "card.md"
-    code, card, _ = run("card", rows)
-    assert code == 0
-    assert card.startswith("# Data card\n")
-    assert run("card", rows, "--out", out)[0] == 0
-    assert out.read_text() == card
-    code, _, err = run("card", rows, rows, "--out", tmp_path / "never.md")
-    assert code == 2
-    assert "twice" in err
-    assert not (tmp_path / "never.md").exists()
-
-
 def test_an_undecodable_prompt_is_named(run, tiny_llama_folder):
     code, _, err = run("generate", "--target", tiny_llama_folder, "--draft", "none", "--prompt", "a\udcff")
     assert code == 2
     assert "Unicode" in err
-
-
-def test_invented_prompts_can_be_asked(run, tiny_llama_folder, tmp_path):
-    openings, out = tmp_path / "openings.txt", tmp_path / "prompts" / "invented.jsonl"
-    ask = ["invent", "--target", tiny_llama_folder, "--out", out, "--count", "40", "--max-tokens", "40"]
-    code, _, err = run(*ask, "--openings", openings)
-    assert code == 2 and "openings" in err and not out.parent.exists()
-    openings.write_text("say\n")
-    code, stdout, err = run(*ask, "--openings", openings)
-    assert code == 0, err
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert found and all(one["turns"][0].startswith("say") for one in found)
-    assert f"{len(found)} prompts of 40" in stdout
-    code, _, err = run("regenerate", "--target", tiny_llama_folder, "--prompts", out, "--out", tmp_path / "rows.jsonl")
-    assert code == 0, err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +36,7 @@ from dspark.data.chat import ChatRenderer
 from dspark.data.invent import invent, read_openings, write_prompts
 from dspark.data.notes import Part, read_notes
 from dspark.data.prompts import read_prompts, shard_prompts, write_text
-from dspark.data.regenerate import RegenerateSettings, regenerate
+from dspark.data.regenerate import RegenerateSettings, refuse_folder, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, make_proposer
@@ -156,6 +157,7 @@ def regenerate_command(
     dtype: DtypeOption = "fp32",
 ) -> None:
     """Let the target answer prompts: the only answers a draft should be trained on. Run again to resume."""
+    refuse_folder(out)
     settings = RegenerateSettings(_temperatures(temperature), top_k, top_p, min_p, seed, max_tokens, max_prompt_tokens)
     asked = read_prompts(prompts, limit, shuffle)
     if shard is not None:
@@ -202,7 +204,7 @@ def card_command(
 
 @app.command("invent", epilog=example("dspark invent --count 2000 --out runs/prompts/invented.jsonl"))
 def invent_command(
-    out: Annotated[Path, typer.Option(help="Prompts file (JSONL) to write.")],
+    out: Annotated[Path, typer.Option(help="Prompts file (JSONL) to write; must not exist yet.")],
     count: Annotated[int, typer.Option(help="Prompts to ask for; unfinished and repeated ones are left out.")] = 1000,
     target: TargetOption = EMBEDDED,
     openings: Annotated[Path | None, typer.Option(help="Beginnings of user turns, one a line; else our own.")] = None,
@@ -214,6 +216,8 @@ def invent_command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; left as it is when not given.")] = None,
 ) -> None:
     """Let the target write prompts: it is given the beginning of a user turn and continues it."""
+    if out.exists():
+        raise DsparkError("out", str(out), "exists already; choose another name")
     beginnings = read_openings(openings)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -254,10 +258,16 @@ def train_command(
     resume: Annotated[bool, typer.Option(help="Go on with the run in training.out.")] = False,
 ) -> None:
     """Train a draft by a recipe: rows, features, loss, validation by replay, checkpoints."""
-    result = run_training(load_recipe(recipe, settings or []), resume=resume, console=console)
+    chosen = load_recipe(recipe, settings or [])
+    result = run_training(chosen, resume=resume, console=console)
     if result.interrupted:
         raise typer.Exit(130)
-    console.print(f"best draft: {result.best} (try: dspark generate --draft {result.best} --prompt ...)", markup=False)
+    program = sys.argv[0] if Path(sys.argv[0]).name == "dspark" else "dspark"
+    target = [] if chosen.target == EMBEDDED else ["--target", chosen.target]
+    attempt = [program, "generate", *target, "--draft", str(result.best), "--prompt", "Why is the sky blue?"]
+    console.print(
+        f"best draft: {result.best}, try\n{shlex.join(attempt)}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 @app.command("replay", epilog=example("dspark replay --rows runs/rows.jsonl --draft runs/mine/best --unseen -n 7"))

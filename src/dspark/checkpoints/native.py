@@ -209,9 +209,9 @@ def read_config(folder: str | Path) -> tuple[DraftConfig, bool]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DsparkError(
-            "draft", str(folder), f"holds no {CONFIG_FILE}; give the folder of a draft checkpoint"
-        ) from None
+        inside = [one for name in ("best", "last") if (one := Path(folder) / name).is_dir()]  # a run of `train`
+        remedy = f"give a draft in it, {inside[0]}" if inside else "give the folder of a draft checkpoint"
+        raise DsparkError("draft", str(folder), f"holds no {CONFIG_FILE}; {remedy}") from None
     except (OSError, ValueError) as error:
         raise DsparkError(
             CONFIG_FILE, str(path), f"cannot be read ({_line(error)}); copy the checkpoint again"

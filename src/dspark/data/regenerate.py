@@ -137,6 +137,12 @@ class _Answer:
         return cls(row.source, row.turn, array("q", row.text_ids))
 
 
+def refuse_folder(out: Path) -> None:
+    """Raises DsparkError when the rows file to be written is a folder."""
+    if out.is_dir():
+        raise DsparkError("out", str(out), "is a folder; give the name of a .jsonl file")
+
+
 def regenerate(
     engine: Engine,
     target: Target,
@@ -160,9 +166,8 @@ def regenerate(
     input.
     """
     prompts, out = list(prompts), Path(out)
+    refuse_folder(out)
     renderer = renderer or ChatRenderer(target.tokenizer)
-    if out.is_dir():
-        raise DsparkError("out", str(out), "is a folder; give the name of a .jsonl file")
     with lock_for_writing(out, "out"):
         notes = open_notes(out, describe(target, renderer, settings.record(), prompt_files, part))
         with RowWriter(out) as writer:
