@@ -155,7 +155,13 @@ def _refuse_changes(found: Notes, wanted: Mapping[str, Any], out: Path) -> None:
     pairs += [(name, before.get(name), value) for name, value in wanted["settings"].items()]
     for name, was, value in pairs:
         if name != "max_prompt_tokens" and was != value:
+            if name == "temperatures":  # said as the option takes them
+                name, was, value = "temperature", _several(was or ()), _several(value)
             raise DsparkError(name, value, f"{out} was made with {was!r}; use another file")
+
+
+def _several(temperatures: Sequence[float]) -> str:
+    return ",".join(f"{one:g}" for one in temperatures)
 
 
 def write_notes(rows: Path, notes: Mapping[str, Any]) -> None:
