@@ -26,7 +26,7 @@ from transformers import (
 
 from dspark.errors import DsparkError
 from dspark.targets.packed import PackedLinear, pack_linears
-from dspark.targets.transformers import TransformersTarget, load_target
+from dspark.targets.transformers import TransformersTarget, load_target, load_tokenizer
 
 SMALL = {
     "vocab_size": 80,
@@ -184,6 +184,22 @@ def test_missing_folder_and_bad_file(tmp_path, tiny_llama_folder):
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(DsparkError, match="cannot be loaded"):
         load_target(str(broken))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/no-such-model"])
+@pytest.mark.parametrize("load", [load_target, load_tokenizer])
+def test_a_hub_name_without_a_network_is_not_called_a_folder(monkeypatch, load, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DsparkError, match=f"target = '{name}': is neither a folder nor in the local cache, and"):
+        load(name)
+
+
+def test_a_tokenizer_alone_needs_no_weights(tmp_path, tiny_llama_folder):
+    for file in tiny_llama_folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    whole = load_target(str(tiny_llama_folder)).tokenizer
+    assert load_tokenizer(str(tmp_path)).decode([36, 37]) == whole.decode([36, 37])
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path, tiny_llama_folder):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,27 +30,41 @@ def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: b
     packed: pre-pack the linear layers where that helps (float32 on a CPU).
     Raises DsparkError when there is no such model, or its files cannot be read.
     """
-    source = str(ensure_embedded()) if name_or_path == EMBEDDED else name_or_path
-    if source == name_or_path and _looks_like_folder(source) and not Path(source).is_dir():
-        raise DsparkError("target", name_or_path, "no such folder; give a model folder, a hub name or " + EMBEDDED)
-    try:
+    with _loading(name_or_path) as source:
         config = AutoConfig.from_pretrained(source)
         model, report = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except DsparkError:
-        raise
-    except Exception as error:  # Transformers, safetensors and the hub each raise their own kinds
-        raise DsparkError("target", name_or_path, f"cannot be loaded ({_first_line(error)})") from error
     if missing := sorted(report["missing_keys"]):  # Transformers makes these up and only warns
         remedy = f"its weights lack {len(missing)} tensors, {missing[0]} among them; get the whole model"
         raise DsparkError("target", name_or_path, remedy)
     return TransformersTarget(name_or_path, model, tokenizer, packed=packed)
 
 
+def load_tokenizer(name_or_path: str) -> Any:
+    """A target's tokenizer without its weights. Raises DsparkError."""
+    with _loading(name_or_path) as source:
+        return AutoTokenizer.from_pretrained(source)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[str]:
+    """Where to load a target from; what goes wrong there becomes a DsparkError."""
+    source = str(ensure_embedded()) if name == EMBEDDED else name
+    if _looks_like_folder(source) and not Path(source).is_dir():
+        raise DsparkError("target", name, "no such folder; give a model folder, a hub name or " + EMBEDDED)
+    try:
+        yield source
+    except Exception as error:  # Transformers, safetensors and the hub each raise their own kinds
+        remedy = f"cannot be loaded ({_first_line(error)})"
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            remedy = "is neither a folder nor in the local cache, and the hub could not be reached; give a model folder"
+        raise DsparkError("target", name, remedy) from error
+
+
 def _looks_like_folder(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.count("/") != 1
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _first_line(error: BaseException) -> str:
