@@ -1,6 +1,7 @@
 """The commands that make data, as a user meets them: invent, regenerate, card."""
 
 import json
+import string
 
 import pytest
 from tests.decoding.conftest import draft_config
@@ -115,6 +116,27 @@ def test_card_is_printed_or_written(run, tmp_path):
     assert code == 2
     assert "twice" in err
     assert not (tmp_path / "never.md").exists()
+
+
+def test_a_card_shows_rows_as_text_and_loads_no_weights(run, tiny_llama_folder, tmp_path):
+    for file in tiny_llama_folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    ids = {text: [5 + string.printable.index(c) if c != "\n" else 4 for c in text] for text in ("say it\nso", "*it*")}
+    made = [
+        Row(id=str(i), source=f"p/{i}", prompt_ids=ids["say it\nso"], answer_ids=[*ids["*it*"], 2], finish="stop")
+        for i in range(9)
+    ]
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, made)
+    code, _, err = run("card", rows, "--sample", "2")
+    assert code == 2 and "sample = 2: no notes" in err
+    (tmp_path / "rows.jsonl.meta.json").write_text(json.dumps({"target": str(tmp_path)}))
+    code, card, err = run("card", rows, "--sample", "2")
+    assert code == 0, err
+    assert card == run("card", rows, "--sample", "2")[1] and card.startswith(run("card", rows)[1])
+    assert card.count("\nprompt:\n\n    say it\n    so\n\nanswer:\n\n    *it*<|im_end|>\n") == 2
+    assert run("card", rows, "--sample", "20")[1].count("answer:") == 9
 
 
 def test_invented_prompts_can_be_asked(run, tiny_llama_folder, tmp_path):

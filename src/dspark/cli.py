@@ -27,6 +27,7 @@ from dspark.cli_output import (
     acceptance_table,
     generate,
     json_result,
+    printable,
     regenerated_lines,
     round_record,
     summary_line,
@@ -192,9 +193,10 @@ def regenerate_command(
 def card_command(
     rows: Annotated[list[Path], typer.Argument(help="Rows files of one target, with the notes beside them.")],
     out: Annotated[Path | None, typer.Option(help="Markdown file to write; without it, the card is printed.")] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Rows to show as text, always the same ones.")] = 0,
 ) -> None:
     """What rows files hold and how they were made: sets, lengths, temperatures, loops, settings, as Markdown."""
-    card = data_card(rows)
+    card = printable(data_card(rows, sample))
     if out is None:
         print(card, end="")
     else:

@@ -64,7 +64,7 @@ class StreamPrinter:
 
     def _write(self, text: str, style: str) -> None:
         if self._console.is_terminal:
-            self._console.print(Text(_printable(text), style), end="", soft_wrap=True, highlight=False)
+            self._console.print(Text(printable(text), style), end="", soft_wrap=True, highlight=False)
         else:
             self._console.file.write(text)
         self._console.file.flush()
@@ -155,6 +155,6 @@ def _looping(counts: RowSummary) -> str:
     return f"{counts.loops} ({counts.loops / counts.rows:.1%})" if counts.rows else "0"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """For a terminal: control characters other than line breaks and tabs are shown, never obeyed."""
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else f"\\x{ord(c):02x}" for c in text)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from dspark.data.notes import NotedSettings, Notes, read_notes
 from dspark.data.rows import Row, notes_path, read_rows, unique_rows
 from dspark.data.summary import RowSummary, Summaries, prompt_set
 from dspark.errors import DsparkError
+from dspark.targets.transformers import load_tokenizer
 
 _HELD_OUT = """\
 Whole prompts are held out of training, never single rows, and the hash of a prompt's id alone decides: with
@@ -29,12 +31,14 @@ Prompts: those that gave a row. Answer lengths in tokens; ended: by a stop token
 answers whose end repeats up to 16 tokens at least 4 times; they are kept. Distinct n-grams: the share of different
 ones among all in the set's answers (it falls as a set grows). The last three columns count prompts that gave no row,
 once for each file that asked them."""
+SAMPLE_CHARACTERS = 400
 _DROPPED = {"duplicates": "asked already", "too_long": "prompts too long", "dropped_empty": "empty answers"}
 
 
-def data_card(files: Sequence[Path]) -> str:
+def data_card(files: Sequence[Path], sample: int = 0) -> str:
     """The card of these rows files (Markdown, file names without folders), a function of their contents alone.
 
+    sample: how many rows to show as text; for them alone the target's tokenizer is loaded.
     Raises DsparkError when there is no file, one is named twice, it or its notes cannot be read, or two have different
     targets.
     """
@@ -60,6 +64,8 @@ def data_card(files: Sequence[Path]) -> str:
     ]
     for file, some, notes in zip(files, rows_of, notes_of, strict=True):
         parts += [f"### {_cell(file.name)}", _file_lines(file, some, notes)]
+    if sample:
+        parts += ["## Sample", *_sample(rows, _targets(notes_of), sample)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -78,16 +84,19 @@ def _headline(files: Sequence[Path], notes_of: Sequence[Notes | None], rows: Seq
 
 def _written_by(files: Sequence[Path], notes_of: Sequence[Notes | None]) -> str:
     """Who wrote the answers, said only of files whose notes name the target."""
-    writers = [None if notes is None else notes.target for notes in notes_of]
-    targets = sorted({writer for writer in writers if writer is not None})
+    targets = _targets(notes_of)
     if len(targets) > 1:
         raise DsparkError("target", targets, "rows of several targets; make one card for each")
-    silent = [file.name for file, writer in zip(files, writers, strict=True) if writer is None]
+    silent = [file.name for file, notes in zip(files, notes_of, strict=True) if notes is None or notes.target is None]
     others = ", ".join(f"`{_cell(name)}`" for name in silent)
     if not targets:
         return "Answers of which nothing tells who wrote them"
     itself = f"Answers written by `{targets[0]}` itself"
     return f"{itself}, but for those in {others}, of which nothing tells who wrote them" if others else itself
+
+
+def _targets(notes_of: Iterable[Notes | None]) -> list[str]:
+    return sorted({notes.target for notes in notes_of if notes is not None and notes.target is not None})
 
 
 def _dropped_by_set(notes_of: Sequence[Notes | None]) -> dict[str, Counter[str]] | None:
@@ -180,6 +189,26 @@ def _settings_line(settings: NotedSettings) -> str:
     said.append(f"answers of at most {settings.max_tokens} tokens")
     said.append(f"prompts of at most {longest} tokens" if longest else "prompts as long as the context allows")
     return "; ".join(said)
+
+
+def _sample(rows: Sequence[Row], targets: Sequence[str], count: int) -> Iterator[str]:
+    """Some rows as text, always the same ones: the end of the prompt as the target read it, the answer's beginning."""
+    if not targets:
+        raise DsparkError("sample", count, "no notes beside these rows tell whose tokenizer reads them; leave it out")
+    tokenizer = load_tokenizer(targets[0])
+    for row in random.Random(0).sample(rows, min(count, len(rows))):
+        prompt, answer = (
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for ids in (row.prompt_ids, row.answer_ids)
+        )
+        yield f"### {_cell(row.source)}, turn {row.turn}, temperature {row.temperature:g}"
+        yield f"prompt:\n\n{_block(prompt[-SAMPLE_CHARACTERS:])}"
+        yield f"answer:\n\n{_block(answer[:SAMPLE_CHARACTERS])}"
+
+
+def _block(text: str) -> str:
+    """A Markdown block that shows any text as it is."""
+    return "\n".join("    " + line for line in text.splitlines())
 
 
 def quantile(ordered: Sequence[int], share: float) -> int:
