@@ -224,7 +224,7 @@ def test_regenerate_train_replay_in_a_row(run, tiny_llama_folder, tmp_path):
     assert len(unseen["rounds_by_row"]) == 3 and unseen["rounds_by_row"].items() <= everything["rounds_by_row"].items()
     (tmp_path / "run" / "last" / "training_prompts.txt").unlink()
     assert json.loads(run(*replayed)[1])["overlap"]["in_training_set"] is None
-    assert "unknown: this draft does not say" in run(*replayed[:-1])[1]
+    assert "overlap with the training prompts: unknown" in run(*replayed[:-1])[1]
     code, _, err = run(*replayed, "--unseen")
     assert code == 2
     assert "unseen" in err

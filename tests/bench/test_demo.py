@@ -29,7 +29,7 @@ def test_demo_prints_the_table_and_writes_the_page(
     assert "x [" in row and "…" not in text  # the row is whole within 80 columns
     page = out.read_text(encoding="utf-8")
     assert "what is 2 + 2?" in page and "up to 16 tokens an answer" in page
-    assert "unknown: this draft does not say" in text and "unknown: this draft does not say" in page
+    assert "overlap with the training prompts: unknown" in text and "does not list them" in page
 
 
 def test_a_slow_machine_gets_shorter_answers() -> None:

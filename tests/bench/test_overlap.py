@@ -62,7 +62,7 @@ def test_a_prompt_of_rows_is_trained_on_when_any_of_its_turns_is(tmp_path: Path)
 
 
 def test_rows_that_cannot_be_told_apart_are_not_called_unseen(tmp_path: Path) -> None:
-    with pytest.raises(DsparkError, match=r"unseen = .*does not say"):
+    with pytest.raises(DsparkError, match=r"unseen = .*does not list"):
         unseen_rows(tmp_path, ROWS)
     write_prompt_hashes(tmp_path / PROMPTS_FILE, [prompt_hash("what?")])
     with pytest.raises(DsparkError, match=r"unseen = .*carry no hash"):

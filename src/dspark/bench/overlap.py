@@ -13,8 +13,8 @@ from dspark.data.prompts import prompt_hash, read_prompt_hashes
 from dspark.data.rows import Row
 from dspark.errors import DsparkError
 
-UNKNOWN = "unknown: this draft does not say which prompts it was trained on"
-NO_HASHES = "unknown whether the draft was trained on these prompts: some rows carry no hash of theirs"
+UNKNOWN = "overlap with the training prompts: unknown, this draft does not list them"
+NO_HASHES = "overlap with the training prompts: unknown, some rows carry no hash of theirs"
 NAMED = 5
 
 
