@@ -35,6 +35,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from dspark.bench.command import HelpFormatter, run_program
 from dspark.bench.metrics import acceptance_length
 from dspark.bench.passes import measure_passes
 from dspark.checkpoints.native import load_draft
@@ -54,6 +55,7 @@ from dspark.training.validation import REPLAY_BATCH, Validator
 
 THROWN_AWAY = 2  # first steps, which pay for warming up
 PASS_CONTEXT = 256
+CHOICES = Path(__file__).with_name("choices.yaml")
 RESAMPLES = 4000
 BASELINE = "baseline"
 FREE_DATA = {"answers", "training_rows", "vocabulary_prompts"}  # of data, what a choice may change
@@ -336,17 +338,17 @@ def check_same_data(choices: Sequence[Choice], bench: Workbench, args: argparse.
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("overrides", nargs="*", help="section.key=value, for the base recipe and so for all choices")
     parser.add_argument("--base", default="smollm2-135m", help="recipe name or path")
-    parser.add_argument("--choices", type=Path, default=Path(__file__).with_name("choices.yaml"))
-    parser.add_argument("--only", help="groups to run, with commas between them; the baseline always runs")
+    parser.add_argument("--choices", type=Path, default=CHOICES, help="YAML file {group: {name: [override, ...]}}")
+    parser.add_argument("--only", help="groups to run beside the baseline, with commas (default: all)")
     parser.add_argument("--seconds", type=float, default=150.0, help="of training a choice: processor time a thread")
     parser.add_argument("--timed-steps", type=int, default=12, help="steps that are timed first")
-    parser.add_argument("--held-rows", type=int, default=10**9, help="measure on the first N held-out greedy rows only")
+    parser.add_argument("--held-rows", type=int, help="the first N held-out greedy rows to measure on (default: all)")
     parser.add_argument("--ns", default="7,3", help="draft tokens a round to measure")
     parser.add_argument("--repeats", type=int, default=30, help="timed draft passes")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results, made or gone on with")
     args = parser.parse_intermixed_args(argv)
     args.ns = [int(n) for n in args.ns.split(",")]
     args.only = args.only.split(",") if args.only else None
@@ -374,8 +376,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DsparkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_program(main)

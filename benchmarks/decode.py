@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,8 +27,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from dspark.bench.command import HelpFormatter, run_program
 from dspark.bench.compare import (
     PLAIN,
     Mode,
@@ -58,8 +57,9 @@ from dspark.bench.suites import (
 )
 from dspark.checkpoints.builtin import draft_folder, load_named_draft
 from dspark.checkpoints.native import weights_sha256
+from dspark.cli_output import SPEED_NOTES, slot_percents
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import read_prompts
+from dspark.data.prompts import Prompt, read_prompts
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer
 from dspark.decoding.request import Request
@@ -72,6 +72,7 @@ from dspark.targets.transformers import load_target
 
 PASS_CONTEXT = 256
 SUITES = "gsm8k,humaneval,mbpp,math500,mt-bench,livecodebench"
+ROW = "{:<7}{:>6}{:>19}{:>7}{:>6}{:>7}{:>6} {}"
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -139,38 +140,42 @@ def replayed(target: Target, engines: dict[str, Engine], question: Question, rec
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """The table for people."""
-    table = Table(title="acceptance length: bonus counted; macro over questions; speedup: end to end, paired")
-    headers = ("macro", "macro, no loops", "micro", "tokens/s", "speedup 95 %", "decode only", "cond. acceptance")
-    table.add_column("suite")
-    table.add_column("mode")
-    for header in headers:
-        table.add_column(header, justify="right")
+    """The table for people, in 80 columns: each suite by its name, then its modes."""
+    head = ("", "tokens", "speedup", "decode", "", "length", "", "accepted at")
+    names = ("mode", "/ s", "end to end, 95 %", "only", "macro", "macro*", "micro", "slot 1, 2, ..., %")
+    for line in (ROW.format(*head), ROW.format(*names), "─" * 79):
+        console.print(line, highlight=False, soft_wrap=True)
     for suite, result in summary["suites"].items():
+        line = f"{suite}: {result['questions']} questions, {result['looping_answers']} looping answers"
+        if result["timed_questions"] < result["questions"]:
+            line += f"; {result['timed_questions']} timed, the others for acceptance only"
+        console.print(line, style="bold", markup=False, highlight=False)
         for name, mode in result["modes"].items():
-            acceptance, speed = mode["acceptance"], mode["speed"] or {}
-            ratios = [speed.get(f"speedup_{label}") for label in ("end_to_end", "decode_only")]
-            table.add_row(
-                suite,
-                name,
-                *(
-                    shown(acceptance[f"{key}"])
-                    for key in ("macro_length", "macro_length_without_loops", "micro_length")
-                ),
-                shown(speed.get("tokens_per_s_end_to_end"), 1),
-                *("" if ratio is None else str(Interval(**ratio)) for ratio in ratios),
-                " ".join(shown(slot["rate"]) for slot in acceptance["conditional"]),
-            )
-    console.print(table)
-    for suite, result in summary["suites"].items():
-        console.print(
-            f"{suite}: {result['questions']} questions, {result['looping_answers']} looping answers; speed from "
-            f"{result['timed_questions']} of them, the others ran in batches for acceptance only"
-        )
+            console.print(mode_line(name, mode), highlight=False, soft_wrap=True)
         for line in (*result["ties"], *result["not_lossless"], *result["replay"]["ties"], *result["replay"]["faults"]):
             console.print("  " + line, markup=False)
+    notes = SPEED_NOTES + " macro*: without the answers that end in a loop."
+    console.print(notes, style="dim", highlight=False)
     show_means(summary, console)
-    passes = summary["passes"]
+    show_passes(summary["passes"], console)
+
+
+def mode_line(name: str, mode: dict[str, Any]) -> str:
+    """One mode of a suite under the table's head; the interval of decoding alone is in the JSON."""
+    acceptance, speed = mode["acceptance"], mode["speed"] or {}
+    end_to_end, only = (speed.get(f"speedup_{label}") for label in ("end_to_end", "decode_only"))
+    return ROW.format(
+        f" {name}",
+        shown(speed.get("tokens_per_s_end_to_end"), 1),
+        str(Interval(**end_to_end)) if end_to_end else "-",
+        f"{only['value']:.2f}x" if only else "-",
+        *(shown(acceptance[key]) for key in ("macro_length", "macro_length_without_loops", "micro_length")),
+        slot_percents(slot["rate"] for slot in acceptance["conditional"]),
+    ).rstrip()
+
+
+def show_passes(passes: dict[str, Any], console: Console) -> None:
+    """What a pass of target and draft costs."""
     rows = passes["verify"]
     for row in rows:
         console.print(f"T_verify({row['tokens']}) {1000 * row['seconds']:.1f} ms at context {passes['context']}")
@@ -223,17 +228,17 @@ def linear_times(target: Any, repeats: int = 15) -> list[dict[str, float]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="embedded:smollm2-135m")
-    parser.add_argument("--draft", default="embedded", help="a draft folder, or `embedded`")
-    parser.add_argument("--data", type=Path, help="folder of <suite>.jsonl files")
-    parser.add_argument("--suites", default=SUITES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--target", default="embedded:smollm2-135m", help="folder, hub name or the embedded target")
+    parser.add_argument("--draft", default="embedded", help="draft folder, or `embedded` (the shipped one)")
+    parser.add_argument("--data", type=Path, help="folder of <suite>.jsonl files, one line a prompt")
+    parser.add_argument("--suites", default=SUITES, help="names of files in --data, without .jsonl")
     parser.add_argument("--limit", type=int, default=40, help="the first N questions of each suite")
-    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--max-tokens", type=int, default=192, help="answer tokens at most")
     parser.add_argument("--ns", default="3,7", help="draft tokens a round, one mode each")
-    parser.add_argument("--speed-limit", type=int, default=10**9, help="time only the first N questions of a suite")
+    parser.add_argument("--speed-limit", type=int, default=10**9, help="time only the first N of them (default: all)")
     parser.add_argument("--batch", type=int, default=8, help="requests in flight for questions that are not timed")
-    parser.add_argument("--out", type=Path, default=Path("runs/decode.jsonl"), help="records, resumed when it exists")
+    parser.add_argument("--out", type=Path, default=Path("runs/decode.jsonl"), help="records, made or gone on with")
     parser.add_argument("--linear", action="store_true", help="time linear layers only, plain against packed")
     return parser.parse_args(argv)
 
@@ -247,6 +252,21 @@ def widths(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise DsparkError("ns", text, "must be numbers of at least 1 with commas between them, e.g. 3,7")
     return found
+
+
+def read_suites(args: argparse.Namespace) -> dict[str, list[Prompt]]:
+    """The prompts of every suite. Raises DsparkError naming --data or --suites when one is not there."""
+    there = [] if args.data is None else sorted(path.stem for path in args.data.glob("*.jsonl"))
+    if not there:
+        example = Path(args.data or "DIR") / "gsm8k.jsonl"
+        value = None if args.data is None else str(args.data)
+        remedy = f"must be a folder of <suite>.jsonl files, e.g. {example}; --suites asks for {args.suites}"
+        raise DsparkError("data", value, remedy)
+    names = args.suites.split(",")
+    for name in names:
+        if name not in there:
+            raise DsparkError("suites", name, f"not in {args.data}, which has {', '.join(there)}")
+    return {name: read_prompts(args.data / f"{name}.jsonl", args.limit) for name in names}
 
 
 def header(
@@ -291,18 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = linear_times(load_target(args.target, packed=False))
         print(json.dumps({"linear": rows, "machine": describe_machine()}, indent=1))
         return 0
-    if args.data is None:
-        raise DsparkError("data", None, "give --data, a folder of <suite>.jsonl files")
-    modes = modes_for(widths(args.ns))
+    modes, prompts = modes_for(widths(args.ns)), read_suites(args)
     target = load_target(args.target)
     draft = load_named_draft(args.draft)
     renderer = ChatRenderer(target.tokenizer)
-    suites = {
-        name: render_questions(read_prompts(args.data / f"{name}.jsonl", args.limit), renderer)
-        for name in args.suites.split(",")
-    }
+    suites = {name: render_questions(asked, renderer) for name, asked in prompts.items()}
     settings = header(args, target, draft, suites)
     journal = Journal(args.out, settings, modes)
+    console.print(f"records: {args.out}", markup=False, highlight=False, soft_wrap=True)
     gamma = draft.config.gamma
     text = cycle(one for questions in suites.values() for question in questions for one in question.ids)
     context = list(islice(text, min(PASS_CONTEXT, target.max_context - gamma - 1)))
@@ -322,8 +338,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DsparkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_program(main)

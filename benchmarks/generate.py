@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dspark.bench.command import HelpFormatter, run_program
 from dspark.bench.compare import Question, render_questions
 from dspark.bench.throughput import (
     Answers,
@@ -341,20 +342,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return text.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--recipe", default="smollm2-135m", help="names target, taps and draft")
     parser.add_argument("--data", help="folder of JSONL prompts, or one file")
-    parser.add_argument("--parts", type=words, default=list(PARTS), help="of " + ",".join(PARTS))
+    parser.add_argument("--parts", type=words, default=",".join(PARTS), help="what to measure")
     parser.add_argument("--limit", type=int, default=64, help="prompts at most")
     parser.add_argument("--seed", type=int, default=0, help="shuffles the prompts before the limit")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--in-flight", type=whole, default=[16, 32, 64])
+    parser.add_argument("--max-tokens", type=int, default=64, help="answer tokens at most")
+    parser.add_argument("--in-flight", type=whole, default="16,32,64", help="rows to answer at once")
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each; 0: not measured")
-    parser.add_argument("--capture-rows", type=int, default=16)
+    parser.add_argument("--capture-rows", type=int, default=16, help="rows to capture")
     parser.add_argument("--capture-batch", type=int, default=8, help="rows a pass")
-    parser.add_argument("--rows-per-step", type=whole, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--compute-dtypes", type=words, default=["fp32", "bf16"])
+    parser.add_argument("--rows-per-step", type=whole, default="1,2,4,8,16", help="to train on")
+    parser.add_argument("--compute-dtypes", type=words, default="fp32,bf16", help="to train in")
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of a comparison at most")
     parser.add_argument("--budget", type=float, default=45.0, help="seconds for a comparison (one repetition at least)")
     parser.add_argument("--threads", type=int, default=None, help="of this process (default: PyTorch's choice)")
@@ -392,8 +393,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DsparkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_program(main)

@@ -20,12 +20,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from dspark.bench.command import HelpFormatter
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.training.anchors import build_anchor_batch, select_anchors
@@ -179,16 +181,16 @@ def summarise(runs: dict[str, list[dict[str, float]]], options: argparse.Namespa
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--anchors", type=int, default=512)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--anchors", type=int, default=512, help="blocks in the row")
     parser.add_argument("--row", type=int, default=2048, help="tokens of the packed row")
-    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--vocab", type=int, default=49152, help="of the target")
     parser.add_argument("--draft-vocab", type=int, default=None, help="K of a reduced vocabulary (default: all)")
     parser.add_argument("--steps", type=int, default=1, help="timed steps per child")
     parser.add_argument("--repeats", type=int, default=3, help="children per side, in turns")
     parser.add_argument("--side", choices=SIDES, default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.side is not None:
         print(json.dumps(measure(options.side, options)))
         return

@@ -1,8 +1,9 @@
-"""What `dspark generate` shows: text as it comes, coloured by round, or one JSON object."""
+"""What commands show: text as it comes, coloured by round, JSON objects, tables and their legends."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,13 @@ from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, Round
 
 ROUND_STYLES = ("cyan", "magenta")  # accepted draft tokens, by turns; the target's own tokens stay plain
+
+
+SPEED_NOTES = (
+    "length: tokens a round, bonus counted (acceptance length); macro = mean over prompts, micro = 1 + accepted / "
+    "rounds. Slot k: accepted among the rounds that accepted 1..k-1 and verified k, bonus not counted. Speedup: over "
+    "plain decoding of the same prompts in the same run, paired, bootstrap over prompts."
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,11 @@ def acceptance_table(summary: Acceptance, title: str) -> Table:
     table.add_row("prompts, answers, looping answers", f"{summary.questions}, {summary.requests}, {summary.looping}")
     table.add_row("rounds", f"{summary.rounds}")
     return table
+
+
+def slot_percents(rates: Iterable[float | None]) -> str:
+    """The conditional acceptance of slot 1, 2, ... in percent."""
+    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates)
 
 
 def regenerated_lines(report: Regenerated) -> str:

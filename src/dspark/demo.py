@@ -14,6 +14,7 @@ from dspark.bench.compare import Comparison, Run, build_engines, compare, modes_
 from dspark.bench.overlap import find_overlap
 from dspark.bench.page import render_page, table_rows, write_page
 from dspark.checkpoints.builtin import draft_folder
+from dspark.cli_output import SPEED_NOTES, slot_percents
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, demo_prompts
 from dspark.drafts.dspark import DSparkDraft
@@ -66,14 +67,14 @@ def run_demo(
         "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}",
         "draft": draft_name,
         "decoding": f"greedy, batch 1, up to {fitting} tokens an answer",
-        "training prompts": str(overlap),
+        "prompts": str(overlap),
         "timing": "wall clock, one process, the modes' order rotated from prompt to prompt, warm-up not counted",
     }
     title = "dspark demo: plain decoding against speculation"
     page = render_page(comparison, target.tokenizer, title=title, settings=settings, machine=machine)
     write_page(out, page)
     console.print(demo_table(comparison))
-    console.print(TABLE_NOTES, style="dim", highlight=False)
+    console.print(SPEED_NOTES, style="dim", highlight=False)
     for difference in comparison.differences:
         console.print(str(difference), style=None if difference.tie else "bold red", markup=False)
     console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, highlight=False)
@@ -107,18 +108,10 @@ def demo_table(comparison: Comparison) -> Table:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for row, mode in zip(table_rows(comparison), comparison.modes, strict=True):
-        rates = [slot.rate for slot in comparison.acceptance(mode).conditional]
-        slots = " ".join("–" if rate is None else f"{100 * rate:.0f}" for rate in rates)
+        slots = slot_percents(slot.rate for slot in comparison.acceptance(mode).conditional)
         only = row.decode_speedup.partition(" ")[0]
         table.add_row(row.mode, row.tokens_per_s, row.speedup, only, row.macro, row.micro, slots)
     return table
-
-
-TABLE_NOTES = (
-    "length: tokens a round, bonus counted (acceptance length); macro = mean over prompts, micro = 1 + accepted / "
-    "rounds. Slot k: accepted among the rounds that accepted 1..k-1 and verified k, bonus not counted. Speedup: over "
-    "plain decoding of the same prompts in the same run, paired, bootstrap over prompts."
-)
 
 
 def _verdict(comparison: Comparison) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import decode as benchmark
+from rich.console import Console
 
 from dspark.bench import compare
 from dspark.checkpoints.native import PROMPTS_FILE, load_draft, save_draft, weights_sha256
@@ -144,3 +147,41 @@ def test_linear_layers_are_timed_plain_and_packed(
     table = json.loads(capsys.readouterr().out)["linear"]
     assert [row["rows"] for row in table] == list(benchmark.LINEAR_ROWS)
     assert all(row["plain_ms"] > 0 and row["packed_ms"] > 0 for row in table)
+
+
+def test_the_table_is_whole_within_80_columns(
+    arguments: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run([*arguments[0], f"--out={tmp_path / 'decode.jsonl'}"], capsys)
+
+    def lines() -> list[str]:
+        console = Console(file=io.StringIO(), width=80)
+        benchmark.show(whole, console)
+        return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+    shown = lines()
+    assert max(map(len, shown)) <= 80
+    assert "maths: 4 questions, 0 looping answers; 2 timed, the others for acceptance only" in shown
+    rows = [line for line in shown if line.startswith(" n = 7")]
+    assert len(rows) == 2 and all(re.search(r"x \[\d.\d\d, \d.\d\d\]( +[\d.]+x?){4}( \d+| -){7}$", row) for row in rows)
+    assert "macro*: without the answers that end in a loop" in " ".join(" ".join(shown).split())
+    whole["suites"]["maths"]["timed_questions"] = 4
+    assert "maths: 4 questions, 0 looping answers" in lines()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data=nope"], "data = 'nope': must be a folder of <suite>.jsonl files, e.g. nope/gsm8k.jsonl"),
+        (["--data={empty}"], "data = '{empty}': must be a folder of <suite>.jsonl files, e.g. {empty}/gsm8k.jsonl"),
+        (["--suites=maths,mats"], "suites = 'mats': not in {data}, which has code, maths"),
+        (["--suites="], "suites = '': not in {data}, which has code, maths"),
+    ],
+)
+def test_prompts_that_are_not_there_are_named_before_the_target_loads(
+    arguments: tuple[list[str], Path], tmp_path: Path, options: list[str], message: str
+) -> None:
+    names = {"empty": tmp_path, "data": arguments[1].parent / "data"}
+    given = [*arguments[0], "--target=./never-loaded", *(option.format(**names) for option in options)]
+    with pytest.raises(DsparkError, match=re.escape(message.format(**names))):
+        benchmark.main(given)

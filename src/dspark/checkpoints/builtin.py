@@ -1,6 +1,6 @@
 """Drafts by name: `embedded` is the one shipped with the package, anything else is a folder.
 
-    python -m dspark.checkpoints.builtin FOLDER [--measured decode.json]
+    python -m dspark.checkpoints.builtin runs/mine/best --measured decode.json
 
 makes a trained draft the shipped one: its weights in BF16, without the head's rows (they are taken from the target at
 load), training.json, training_prompts.txt and a model card.
@@ -52,7 +52,7 @@ def ship(folder: str | Path, measured: str | Path | None = None, destination: st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments("Make a trained draft the shipped one.", argv)
+    args = arguments(f"{__doc__}\nIt REPLACES the draft in {draft_folder(EMBEDDED_DRAFT)}", argv)
     try:
         print(ship(args.folder, args.measured))
     except DsparkError as error:

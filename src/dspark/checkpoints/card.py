@@ -1,8 +1,8 @@
 """The model card of a draft folder: README.md, made from its config, its training.json and what was measured.
 
-    python -m dspark.checkpoints.card FOLDER [--measured decode.json]
+    python -m dspark.checkpoints.card runs/mine/best --measured decode.json
 
-decode.json is what `benchmarks/decode.py` prints. What is not known is said to be not recorded.
+writes FOLDER/README.md, over one that is there. What is not known is said to be not recorded.
 """
 
 from __future__ import annotations
@@ -377,16 +377,16 @@ def write_card(folder: str | Path, measured: str | Path | None = None) -> Path:
     return path
 
 
-def arguments(about: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(about: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
     """FOLDER and --measured, for this command and for `builtin`."""
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a trained draft, e.g. runs/mine/best")
     parser.add_argument("--measured", help="JSON printed by benchmarks/decode.py for this draft")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments("Write the model card of a draft folder.", argv)
+    args = arguments(__doc__, argv)
     try:
         print(write_card(args.folder, args.measured))
     except DsparkError as error:
