@@ -64,6 +64,11 @@ def row_id(prompt_ids: Sequence[int], settings: Mapping[str, object]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
+def ids_hash(row: Row) -> str:
+    """16 hex digits of the row's token ids and of where its answer begins: equal for an equal prompt and answer."""
+    return hashlib.sha256(array("q", [len(row.prompt_ids), *row.ids]).tobytes()).hexdigest()[:16]
+
+
 def check_row(row: Row, where: str = "row") -> Row:
     """Refuse a row in which no token or every token is supervised: a sure sign of a wrong mask."""
     if not row.answer_ids:
@@ -138,10 +143,10 @@ def _refuse_duplicates(rows: Iterable[Row], path: Path) -> None:
 def unique_rows(rows: Iterable[Row]) -> list[Row]:
     """The rows, in order, without those whose prompt and answer an earlier one has: a sampled answer may equal the
     greedy one, and two files may have answered equal prompts."""
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     kept = []
     for row in rows:
-        content = hashlib.sha256(array("q", [len(row.prompt_ids), *row.ids]).tobytes()).digest()
+        content = ids_hash(row)
         if content not in seen:
             seen.add(content)
             kept.append(row)

@@ -9,12 +9,10 @@ state is the one before the target's final norm.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark.data.rows import Row
+from dspark.data.rows import Row, ids_hash
 from dspark.errors import DsparkError
 from dspark.locks import lock_for_writing
 from dspark.targets.base import Target
@@ -55,11 +53,6 @@ class Features:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.taps, self.last_hidden, self.lse))
-
-
-def ids_hash(row: Row) -> str:
-    """16 hex digits of the row's token ids and of where its answer begins."""
-    return hashlib.sha256(array("q", [len(row.prompt_ids), *row.ids]).tobytes()).hexdigest()[:16]
 
 
 class FeatureSource(Protocol):

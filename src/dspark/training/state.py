@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dspark.data.rows import Row
+from dspark.data.rows import Row, ids_hash
 from dspark.errors import DsparkError
-from dspark.training.features import ids_hash
 from dspark.training.recipe import Recipe
 
 FORMAT = "1"
