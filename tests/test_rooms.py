@@ -39,7 +39,8 @@ def test_rooms_import_only_the_rooms_before_them() -> None:
         ("decoding", "checkpoints"),
         ("checkpoints", "data"),
         ("data", "training"),
-        ("training", "bench"),
+        ("training", "calibration"),
+        ("calibration", "bench"),
     ],
 )
 def test_an_import_against_the_order_is_found(tmp_path: Path, importer: str, imported: str) -> None:

@@ -1,0 +1,214 @@
+"""The cost profile: seconds of a verification pass against its tokens, and of a draft pass against its requests.
+
+Measured once a machine and pair, kept as one JSON file, and read by whoever weighs a longer block against its price
+(method: scheduling; SPS(B) = 1 / verify_seconds(B)).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from scipy.optimize import isotonic_regression
+
+from dspark.calibration.passes import Passes, time_in_turns
+from dspark.decoding.proposers import DSparkProposer, make_proposer
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+from dspark.machine import describe_machine
+from dspark.targets.base import Target
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+REQUESTS = (1, 2, 4, 8, 16)
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CostSettings(_Frozen):
+    """What was measured. context: tokens every request had read; n: draft tokens a round; threads: PyTorch's."""
+
+    target: str
+    draft: str
+    dtype: str
+    threads: Count
+    context: Count
+    n: Count
+    repeats: Count
+
+
+class VerifyPoint(_Frozen):
+    """Median seconds of one target pass; counts: new tokens of each request in it."""
+
+    counts: Annotated[tuple[Count, ...], Field(min_length=1)]
+    seconds: Seconds
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts)
+
+
+class DraftPoint(_Frozen):
+    """Median seconds of one draft pass for so many requests, with writing the context of two tokens of each."""
+
+    requests: Count
+    seconds: Seconds
+
+
+class CostProfile(_Frozen):
+    """Measured curves, and what lies between the points.
+
+    A verification pass is taken to cost f(tokens) + requests * c: the linear layers see tokens only, attention runs
+    request by request. c comes from batches of equal tokens and other spread, f is the isotonic fit of the rest (more
+    tokens never cost less; what noise or a kernel says otherwise is pooled), linear between measured points, constant
+    below the first and going on with the mean slope from first to last above the last.
+    """
+
+    version: Literal[1] = 1
+    machine: dict[str, str]
+    settings: CostSettings
+    verify: Annotated[tuple[VerifyPoint, ...], Field(min_length=1)]
+    draft: Annotated[tuple[DraftPoint, ...], Field(min_length=1)]
+
+    @field_validator("draft")
+    @classmethod
+    def _each_once(cls, points: tuple[DraftPoint, ...]) -> tuple[DraftPoint, ...]:
+        if len({point.requests for point in points}) != len(points):
+            raise ValueError("must have every number of requests once")
+        return points
+
+    def verify_seconds(self, tokens: int, requests: int | None = None) -> float:
+        """One target pass over `tokens` new tokens of `requests` requests (None: as few as blocks of n + 1 allow).
+
+        Raises DsparkError unless 1 <= requests <= tokens.
+        """
+        if requests is None:
+            requests = -(-tokens // (self.settings.n + 1))
+        if not 1 <= requests <= tokens:
+            raise DsparkError("requests", requests, f"must be 1..{tokens}, every one has a new token at least")
+        return _read(self._verify_curve, tokens) + requests * self.request_seconds
+
+    def draft_seconds(self, requests: int) -> float:
+        """One draft pass of n slots for `requests` requests. Raises DsparkError unless requests >= 1."""
+        if requests < 1:
+            raise DsparkError("requests", requests, "must be at least 1")
+        return _read(self._draft_curve, requests)
+
+    @cached_property
+    def request_seconds(self) -> float:
+        """c: what one more request adds to a pass of the same tokens (0 when no two points tell)."""
+        found = []
+        for _, group in groupby(sorted(self.verify, key=lambda p: (p.tokens, len(p.counts))), key=lambda p: p.tokens):
+            same = list(group)
+            few, many = same[0], same[-1]
+            if len(many.counts) > len(few.counts):
+                found.append((many.seconds - few.seconds) / (len(many.counts) - len(few.counts)))
+        most = min(point.seconds / len(point.counts) for point in self.verify)  # so that f stays above 0
+        return min(max(0.0, median(found)), most) if found else 0.0
+
+    @cached_property
+    def _verify_curve(self) -> tuple[np.ndarray, np.ndarray]:
+        return _monotone((p.tokens, p.seconds - len(p.counts) * self.request_seconds) for p in self.verify)
+
+    @cached_property
+    def _draft_curve(self) -> tuple[np.ndarray, np.ndarray]:
+        return _monotone((point.requests, point.seconds) for point in self.draft)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole: under another name first, then renamed."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostProfile:
+        """Raises DsparkError when the file is missing, or the first thing in it that is wrong."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise DsparkError("cost", str(path), f"cannot be read ({error.strerror}); measure it first") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise DsparkError("cost", str(path), f"{field}: {first['msg']}; measure it again") from None
+
+
+def _monotone(points: Iterable[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """(x, seconds) -> x ascending, and the non-decreasing seconds nearest to the means at each x."""
+    ordered = sorted(points)
+    means = {x: fmean(y for _, y in group) for x, group in groupby(ordered, key=lambda point: point[0])}
+    fitted = isotonic_regression(list(means.values())).x
+    return np.array(list(means), dtype=np.float64), np.asarray(fitted)
+
+
+def _read(curve: tuple[np.ndarray, np.ndarray], x: int) -> float:
+    xs, ys = curve
+    if x <= xs[-1] or len(xs) == 1:
+        return float(np.interp(x, xs, ys))
+    return float(ys[-1] + (x - xs[-1]) * (ys[-1] - ys[0]) / (xs[-1] - xs[0]))
+
+
+def spread(tokens: int, widest: int) -> tuple[int, ...]:
+    """`tokens` over as few requests as hold at most `widest` each: 20 by 8 -> (8, 8, 4)."""
+    whole, rest = divmod(tokens, widest)
+    return (widest,) * whole + ((rest,) if rest else ())
+
+
+@torch.inference_mode()
+def measure_cost(
+    target: Target,
+    draft: DSparkDraft,
+    ids: Sequence[int],
+    *,
+    draft_name: str,
+    tokens: Sequence[int] = TOKENS,
+    requests: Sequence[int] = REQUESTS,
+    n: int | None = None,
+    repeats: int = 20,
+) -> CostProfile:
+    """Measure both curves, all points in turns, every request with the context `ids`.
+
+    Every number of tokens is measured over as few requests as a round of n has, and over one request a token as far
+    as `requests` goes. Raises DsparkError for a draft of another target, n > gamma, a context without room, or
+    numbers below 1.
+    """
+    for field, values in (("tokens", tokens), ("requests", requests)):
+        if not values or min(values) < 1:
+            raise DsparkError(field, list(values), "must be numbers of at least 1")
+    proposer = make_proposer(target, draft, n)
+    assert isinstance(proposer, DSparkProposer)  # a draft was given
+    widest, alone = proposer.n + 1, max(requests)
+    batches = {spread(count, widest): None for count in tokens}
+    batches |= {(1,) * count: None for count in tokens if count <= alone}
+    passes = Passes(target, proposer, ids, max(alone, *map(len, batches)), widest)
+    jobs = {counts: partial(passes.verify, counts) for counts in batches}
+    drafts = {count: partial(passes.draft, count) for count in requests}
+    seconds = {key: median(taken) for key, taken in time_in_turns({**jobs, **drafts}, repeats).items()}
+    return CostProfile(
+        machine=describe_machine(),
+        settings=CostSettings(
+            target=target.name,
+            draft=draft_name,
+            dtype=str(target.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            context=len(ids),
+            n=proposer.n,
+            repeats=repeats,
+        ),
+        verify=tuple(VerifyPoint(counts=counts, seconds=seconds[counts]) for counts in jobs),
+        draft=tuple(DraftPoint(requests=count, seconds=seconds[count]) for count in drafts),
+    )
