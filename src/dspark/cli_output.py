@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark.bench.detokenise import TextStream, decode
 from dspark.bench.metrics import Acceptance, acceptance_length
 from dspark.data.regenerate import Regenerated
 from dspark.data.summary import RowSummary
 from dspark.decoding.engine import Engine
 from dspark.decoding.request import Request, Result, Round
+from dspark.decoding.text import TextStream, decode
 
 ROUND_STYLES = ("cyan", "magenta")  # accepted draft tokens, by turns; the target's own tokens stay plain
 

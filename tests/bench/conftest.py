@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from dspark.bench.compare import Comparison, Question, compare, modes_for
 from dspark.drafts.config import DraftConfig
@@ -77,14 +74,3 @@ def questions(target: TransformersTarget) -> list[Question]:
 def comparison(target: TransformersTarget, draft: DSparkDraft, questions: list[Question]) -> Comparison:
     """Shared by the tests, so none may change it."""
     return compare(target, draft, questions, modes_for([3, 7]), max_tokens=24, warmup_tokens=2)
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per UTF-8 byte: every longer character is made by several ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({symbol: i for i, symbol in enumerate(["<end>", *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", clean_up_tokenization_spaces=False)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dspark.bench.detokenise import decode
 from dspark.cli_output import StreamPrinter, generate, json_result, summary_line
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import make_proposer
 from dspark.decoding.request import Request, Round
+from dspark.decoding.text import decode
 from dspark.drafts.dspark import DSparkDraft
 from dspark.targets.transformers import TransformersTarget
 

@@ -12,8 +12,8 @@ import pytest
 
 from dspark.bench import page as pages
 from dspark.bench.compare import Comparison, Difference, Question, Run, modes_for, spans
-from dspark.bench.detokenise import decode
 from dspark.decoding.request import Round
+from dspark.decoding.text import decode
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
 

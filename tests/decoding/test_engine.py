@@ -192,7 +192,6 @@ def test_nothing_to_do(target):
         (Request([1] * 256, 5), "prompt"),
         (Request([100], 5), "prompt"),
         (Request([-1], 5), "prompt"),
-        (Request([1], 0), "max_tokens"),
     ],
 )
 def test_requests_that_cannot_be_served(target, request_, field):

@@ -13,8 +13,8 @@ from typing import Any
 import jinja2
 
 from dspark.bench.compare import PLAIN, Comparison, Mode, Run, spans
-from dspark.bench.detokenise import token_pieces
 from dspark.bench.metrics import Interval, acceptance_length
+from dspark.decoding.text import token_pieces
 from dspark.errors import DsparkError
 
 TEMPLATE = "demo.html.j2"

@@ -94,7 +94,7 @@ def generation_sample(answers: Answers, seconds: float, prefill: float) -> Sampl
 
 
 class TimedTarget:
-    """A target that adds up the seconds of its passes over prompts, those that want only the last logits."""
+    """A target that adds up the seconds of its passes over prompts, those that give a request more than one token."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.prefill = target, 0.0
@@ -105,7 +105,7 @@ class TimedTarget:
     def forward(self, batch: Any, taps: Sequence[int] = (), logits: Any = "all") -> Any:
         start = time.perf_counter()
         out = self.target.forward(batch, taps, logits)
-        self.prefill += time.perf_counter() - start if logits == "last" else 0.0
+        self.prefill += time.perf_counter() - start if any(len(ids) > 1 for _, ids in batch) else 0.0
         return out
 
 

@@ -1,45 +1,61 @@
 """The engine: admit, draft, verify, commit, for a batch of requests of any lengths and settings.
 
-A request's output does not depend on who else is in the batch, on the proposer or on n: greedy and seeded requests
-give the ids of plain decoding, unseeded sampled ones the same law (method: verification).
+A request's output does not depend on who else is in the batch, on the proposer or on n, on being preempted or on what
+the prefix cache holds: greedy and seeded requests give the ids of plain decoding, unseeded sampled ones the same law
+(method: verification).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from dspark.decoding.grammar import GrammarCompiler
+from dspark.decoding.memory import Memory
+from dspark.decoding.process import LogitsProcessor
 from dspark.decoding.proposers import NoProposer, Proposal, Proposer
-from dspark.decoding.request import Active, Request, Result, Round, rule_of
+from dspark.decoding.request import Active, FinishReason, NoState, Request, Result, Round, TokenLogprob, rule_of
+from dspark.decoding.text import StopText
 from dspark.decoding.verify import verify_coupled, verify_greedy, verify_rejection
 from dspark.errors import DsparkError
-from dspark.targets.base import Target
+from dspark.targets.base import Target, TargetOutput
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens of newly admitted requests that go through the target in one pass (one request at least)."""
+"""Prompt tokens that go through the target in one pass."""
 
 Capture = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass added to one request: the kept ids, and the round they came from (None: the prompt's pass).
+    """What one pass added to one request: the kept ids, and the round they came from (None: the prompt's pass, or an
+    end that came from outside).
 
-    The first round.accepted of new_ids are the draft's tokens; one that follows is the target's own.
+    The first round.accepted of new_ids are the draft's tokens; one that follows is the target's own. text: what became
+    safe to show; confidence: the draft's, of each scheduled slot, where the proposer gives it.
     """
 
     new_ids: list[int]
     round: Round | None
+    text: str = ""
+    confidence: list[float] = field(default_factory=list)
 
 
 class Engine:
     """Serves requests with one target and one proposer.
 
-    max_batch: requests in flight; capture_taps: layers whose outputs `capture` is given (see `run`).
+    max_batch: requests in flight; capture_taps: layers whose outputs `capture` is given (see `run`); kv_tokens: tokens
+    of memory for all requests and the prefix cache (None: whatever they ask for); prefill_tokens: prompt tokens a pass;
+    prefix_cache: keep what finished requests have read; max_waiting: requests that may wait (None: any number).
+
+    `add` and `step` are for servers, `run` and `stream` serve whole lists and single requests. All are for one thread.
     """
 
     def __init__(
@@ -48,23 +64,46 @@ class Engine:
         proposer: Proposer | None = None,
         max_batch: int = 1,
         capture_taps: tuple[int, ...] = (),
+        *,
+        kv_tokens: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        prefix_cache: bool = False,
+        max_waiting: int | None = None,
     ) -> None:
         if max_batch < 1:
             raise DsparkError("max_batch", max_batch, "must be at least 1")
+        if prefill_tokens < 1:
+            raise DsparkError("prefill_tokens", prefill_tokens, "must be at least 1")
+        if capture_taps and (kv_tokens is not None or prefix_cache):
+            raise DsparkError(
+                "capture_taps", capture_taps, "a request that is read twice or in part cannot be captured"
+            )
         self.target = target
         self.proposer: Proposer = proposer or NoProposer()
         self.max_batch, self.capture_taps = max_batch, tuple(capture_taps)
+        self.prefill_tokens, self.max_waiting = prefill_tokens, max_waiting
+        self.memory = Memory(target, self.proposer, kv_tokens, prefix_cache)
+        self.waiting: deque[Active] = deque()
+        self.running: list[Active] = []
         self._taps = tuple(dict.fromkeys((*self.proposer.taps, *self.capture_taps)))
+        self._grammars = GrammarCompiler(target.tokenizer, target.vocab_size)
+        self._added = 0
+        self._capturing = False
+
+    # Whole lists, and single requests
 
     def run(self, requests: Iterable[Request], capture: Capture | None = None) -> Iterator[tuple[int, Result]]:
         """Serve all requests (pulled lazily); yields (index, result) as each one finishes.
 
         capture(index, taps [T, m * d], last_hidden [T, d] pre-norm) is called just before a result is yielded, for
         the T = prompt + output - 1 tokens that the target read. Raises DsparkError on a request that cannot be
-        served; nothing is silently shortened.
+        served, and whatever went wrong in a pass; nothing is silently shortened.
         """
-        for active, _ in self._serve(requests, capture is not None):
-            if active.result.finish_reason is not None:
+        self._capturing = capture is not None
+        for active, _ in self._serve(requests):
+            if active.result.error is not None:
+                raise active.result.error
+            if active.finished:
                 if capture is not None:
                     taps, last = (torch.cat(parts) for parts in zip(*active.captured, strict=True))
                     capture(active.index, taps, last)
@@ -72,110 +111,232 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[Step]:
         """Serve one request, step by step. `last_result` is its Result afterwards."""
-        for active, step in self._serve([request], False):
+        self._capturing = False
+        for active, step in self._serve([request]):
+            if active.result.error is not None:
+                raise active.result.error
             self.last_result = active.result
             yield step
 
-    def _serve(self, requests: Iterable[Request], capture: bool) -> Iterator[tuple[Active, Step]]:
+    def _serve(self, requests: Iterable[Request]) -> Iterator[tuple[Active, Step]]:
         waiting = enumerate(requests)
-        running: list[Active] = []
         exhausted = False
-        while running or not exhausted:
-            admitted: list[Active] = []
-            tokens = 0
-            while not exhausted and len(running) + len(admitted) < self.max_batch and tokens < PREFILL_TOKENS:
-                entry = next(waiting, None)
-                if entry is None:
-                    exhausted = True
-                    break
-                admitted.append(self._admit(*entry))
-                tokens += len(admitted[-1].ids)
-            if admitted:
-                yield from self._prefill(admitted, capture)
-                running += admitted
-            elif running:
-                yield from self._round(running, capture)
-            running = [active for active in running if active.result.finish_reason is None]
+        try:
+            while self.busy or not exhausted:
+                while not exhausted and len(self.running) + len(self.waiting) < self.max_batch:
+                    entry = next(waiting, None)
+                    exhausted = entry is None
+                    if entry is not None:
+                        self.add(entry[1], entry[0])
+                yield from self.step()
+        finally:
+            self.drop_all()  # an iteration given up half-way leaves nothing to the next one
 
-    def _admit(self, index: int, request: Request) -> Active:
-        length, context = len(request.prompt_ids), self.target.max_context
+    # One request among others
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that one request can have, prompt and answer."""
+        return min(self.target.max_context, self.memory.budget or self.target.max_context)
+
+    def add(self, request: Request, index: int | None = None) -> Active:
+        """Queue a request; it joins at a following step. Raises DsparkError on one that cannot be served."""
+        if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
+            raise DsparkError("requests", len(self.waiting), "are waiting already; try again later")
+        active = self._accept(request, self._added if index is None else index)
+        self._added += 1
+        self.waiting.append(active)
+        return active
+
+    def cancel(self, active: Active) -> None:
+        """End a request at the next step; its memory is free then. May be called from another thread."""
+        active.cancelled = True
+
+    def drop_all(self) -> None:
+        """Forget every request; their results stay as they are."""
+        for active in (*self.waiting, *self.running):
+            self.memory.release(active)
+        self.waiting.clear()
+        self.running.clear()
+
+    def step(self) -> list[tuple[Active, Step]]:
+        """One pass: requests join, every running one drafts and verifies or reads a part of its prompt, those that end
+        leave. Gives what was added to each; a request whose part failed ends with `result.error`, and when the pass
+        itself fails, every request in it does."""
+        steps = self._end_from_outside()
+        self._admit()
+        self._make_room()
+        if self.running:
+            try:
+                steps += self._pass()
+            except Exception as error:
+                steps += [self._end(active, "error", error) for active in self.running if not active.finished]
+        for active in [active for active in self.running if active.finished]:
+            self.running.remove(active)
+            self.memory.retire(active)
+        return steps
+
+    # Admission
+
+    def _accept(self, request: Request, index: int) -> Active:
+        target, length, context = self.target, len(request.prompt_ids), self.max_context
         if length == 0:
             raise DsparkError("prompt", "", f"request {index} is empty; give at least one token")
         if length >= context:
-            raise DsparkError("prompt", f"{length} tokens", f"{self.target.name} has a context of {context} tokens")
-        if request.max_tokens < 1:
-            raise DsparkError("max_tokens", request.max_tokens, "must be at least 1")
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self.target.vocab_size:
-            bad = low if low < 0 else high
-            raise DsparkError("prompt", bad, f"token ids of {self.target.name} are 0..{self.target.vocab_size - 1}")
+            raise DsparkError("prompt", f"{length} tokens", f"{target.name} has a context of {context} tokens here")
+        self._check_ids(request)
         limit = min(request.max_tokens, context - length)
-        capacity = min(context, length + limit + self.proposer.n)
-        stop_ids = self.target.stop_ids if request.stop_ids is None else request.stop_ids
-        seed = request.sampling.seed
-        active = Active(
+        sampling = request.sampling
+        stop_ids = target.stop_ids if request.stop_ids is None else request.stop_ids
+        stop_ids = frozenset() if request.ignore_eos else stop_ids
+        words = None
+        if target.tokenizer is not None:
+            words = StopText(target.tokenizer, request.stop, request.include_stop)
+        elif request.stop:
+            raise DsparkError("stop", request.stop[0], f"{target.name} has no tokenizer, so no text to find it in")
+        processor = None
+        if LogitsProcessor.needed(sampling, request.min_tokens, request.constraint is not None):
+            grammar = None if request.constraint is None else self._grammars.compile(request.constraint)
+            processor = LogitsProcessor(sampling, request.prompt_ids, stop_ids, request.min_tokens, grammar)
+        return Active(
             index=index,
             request=request,
-            rule=rule_of(request.sampling),
-            seed=secrets.randbits(63) if seed is None else seed,
+            rule=rule_of(sampling),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             ids=list(request.prompt_ids),
             limit=limit,
-            stop_ids=frozenset() if request.ignore_eos else stop_ids,
-            state=self.target.new_state(capacity),
+            stop_ids=stop_ids,
+            state=NoState(),
+            longest=min(context, length + limit + self.proposer.n),
+            processor=processor,
+            words=words,
         )
-        self.proposer.start(active, capacity)
-        return active
 
-    def _prefill(self, admitted: list[Active], capture: bool) -> Iterator[tuple[Active, Step]]:
-        """Read the prompts; the target's first token of each is committed (no round)."""
-        batch = [(active.state, torch.tensor(active.ids)) for active in admitted]
-        out = self.target.forward(batch, self._taps, logits="last")
-        counts = [len(ids) for _, ids in batch]
-        observed = []
-        for active, logits, rows in zip(admitted, out.logits, _spans(counts), strict=True):
-            observed.append((active, rows))
-            _, token = _verify(active, logits[None], Proposal())
-            active.commit([token])
-        self._observe(observed, out.taps, out.last_hidden, capture)
-        for active in admitted:
-            yield active, Step(active.result.output_ids[-1:], None)
+    def _check_ids(self, request: Request) -> None:
+        vocabulary = self.target.vocab_size
+        named = {"prompt": request.prompt_ids, "logit_bias": [token for token, _ in request.sampling.logit_bias]}
+        for name, ids in named.items():
+            if ids and (min(ids) < 0 or max(ids) >= vocabulary):
+                bad = min(ids) if min(ids) < 0 else max(ids)
+                raise DsparkError(name, bad, f"token ids of {self.target.name} are 0..{vocabulary - 1}")
 
-    def _round(self, running: list[Active], capture: bool) -> Iterator[tuple[Active, Step]]:
-        """One draft pass and one verification pass for every running request."""
-        proposals = self.proposer.propose(running)
-        batch, widths, proposed = [], [], []
-        for active, proposal in zip(running, proposals, strict=True):
-            proposed.append(len(proposal.tokens))
-            room = active.state.capacity - len(active.ids)  # the context ends inside the block: verify less
-            del proposal.tokens[room:], proposal.laws[room:]
-            batch.append((active.state, torch.tensor([active.ids[-1], *proposal.tokens])))
-            widths.append(1 + len(proposal.tokens))
-        out = self.target.forward(batch, self._taps)
+    def _admit(self) -> None:
+        """Let waiting requests in, first come first served, while there is room."""
+        while self.waiting and len(self.running) < self.max_batch and self.memory.start(self.waiting[0], self.running):
+            self.running.append(self.waiting.popleft())
+
+    def _make_room(self) -> None:
+        """Give every request that is due for a round the memory of its block; the youngest make way if they must."""
+        for active in list(self.running):
+            while active in self.running and not self.memory.extend(active, self.running):
+                youngest = self.running.pop()
+                self.memory.release(youngest)
+                youngest.result.preemptions += 1
+                self.waiting.appendleft(youngest)
+
+    def _end_from_outside(self) -> list[tuple[Active, Step]]:
+        """End the requests that were cancelled or have run out of time."""
+        steps, now = [], time.monotonic()
+        for active in (*self.waiting, *self.running):
+            timeout = active.request.timeout
+            if active.cancelled:
+                steps.append(self._end(active, "cancelled"))
+            elif timeout is not None and now - active.added > timeout:
+                steps.append(self._end(active, "timeout"))
+        if steps:
+            self.waiting = deque(active for active in self.waiting if not active.finished)
+            for active in [active for active in self.running if active.finished]:
+                self.running.remove(active)
+                self.memory.retire(active)
+        return steps
+
+    def _end(self, active: Active, reason: FinishReason, error: Exception | None = None) -> tuple[Active, Step]:
+        active.end(reason, error)
+        return active, Step([], None, "" if active.words is None else active.words.take())
+
+    # A pass
+
+    def _pass(self) -> list[tuple[Active, Step]]:
+        """One draft pass and one target pass: a verification block of every request in a round, and a part of the
+        prompt of those that still read theirs."""
+        ready = [active for active in self.running if not active.unread]
+        proposals = self.proposer.propose(ready) if ready else []
+        proposed = [len(proposal.tokens) for proposal in proposals]
+        blocks: list[list[int]] = []
+        for active, proposal in zip(ready, proposals, strict=True):
+            proposal.cut(active.state.capacity - len(active.ids))  # the context ends inside the block: verify less
+            blocks.append([active.ids[-1], *proposal.tokens])
+        reading, chunks = self._chunks()
+        wanted = [len(block) for block in blocks]
+        wanted += [int(len(chunk) == active.unread) for active, chunk in zip(reading, chunks, strict=True)]
+        batch = [
+            (active.state, torch.tensor(ids))
+            for active, ids in zip((*ready, *reading), (*blocks, *chunks), strict=True)
+        ]
+        out = self.target.forward(batch, self._taps, logits=wanted)
+        rows, logits = _spans(len(ids) for _, ids in batch), out.logits.split(wanted)
+        count = len(ready)
         observed, steps = [], []
-        for active, proposal, given, rows in zip(running, proposals, proposed, _spans(widths), strict=True):
-            accepted, token = _verify(active, out.logits[rows], proposal)
-            kept = active.commit([*proposal.tokens[:accepted], token])
-            active.state.truncate(len(active.ids) - 1)
-            record = Round(given, len(proposal.tokens), min(accepted, len(kept)))
-            active.result.rounds.append(record)
-            observed.append((active, slice(rows.start, rows.start + len(kept))))
-            steps.append((active, Step(kept, record)))
-        self._observe(observed, out.taps, out.last_hidden, capture)
-        yield from steps
+        for i, (active, proposal) in enumerate(zip(ready, proposals, strict=True)):
+            step = self._commit(active, logits[i], proposal, proposed[i])
+            steps.append((active, step))
+            observed.append((active, slice(rows[i].start, rows[i].start + len(step.new_ids))))
+        for i, active in enumerate(reading, count):
+            observed.append((active, rows[i]))
+            if wanted[i] and not active.result.output_ids:
+                steps.append((active, self._commit(active, logits[i], Proposal(), None)))
+        self._observe(observed, out)
+        return steps
 
-    def _observe(
-        self, observed: list[tuple[Active, slice]], taps: Tensor | None, last_hidden: Tensor, capture: bool
-    ) -> None:
-        """Hand the taps of committed tokens to the proposer (requests that go on) and to the capture."""
-        if self.proposer.taps and taps is not None:
+    def _chunks(self) -> tuple[list[Active], list[list[int]]]:
+        """Which requests read a part of their prompt in this pass, and which ids."""
+        reading, chunks, budget = [], [], self.prefill_tokens
+        for active in self.running:
+            count = min(active.unread, budget)
+            if count:
+                start = active.state.length
+                reading.append(active)
+                chunks.append(active.ids[start : start + count])
+                budget -= count
+        return reading, chunks
+
+    def _commit(self, active: Active, logits: Tensor, proposal: Proposal, proposed: int | None) -> Step:
+        """Verify one request's block from logits [1 + scheduled, V] and take what survives; proposed None: the
+        prompt's own first token, which is no round. What goes wrong here ends this request alone."""
+        try:
+            accepted, token = _verify(active, logits, proposal)
+            kept = active.commit([*proposal.tokens[:accepted], token])
+            if active.request.logprobs is not None:
+                active.result.logprobs += _logprobs(logits, kept, active.request.logprobs)
+        except Exception as error:
+            active.state.truncate(min(active.state.length, len(active.ids) - 1))
+            return self._end(active, "error", error)[1]
+        record = None
+        if proposed is not None:
+            active.state.truncate(len(active.ids) - 1)
+            record = Round(proposed, len(proposal.tokens), min(accepted, len(kept)))
+            active.result.rounds.append(record)
+        return Step(kept, record, "" if active.words is None else active.words.take(), proposal.confidence)
+
+    def _observe(self, observed: list[tuple[Active, slice]], out: TargetOutput) -> None:
+        """Hand the taps of committed tokens to the proposer and to the capture."""
+        taps = out.taps
+        if taps is None:
+            return
+        if self.proposer.taps:
             width = len(self.proposer.taps) * self.target.hidden_size  # the proposer's own taps come first
-            going = [(a, taps[rows, :width]) for a, rows in observed if a.result.finish_reason is None]
+            going = [(a, taps[rows, :width]) for a, rows in observed if self.memory.caches or not a.finished]
             if going:
                 self.proposer.observe(going)
-        if capture and taps is not None:
+        if self._capturing:
             chosen = self._select_captured(taps)
             for active, rows in observed:
-                active.captured.append((chosen[rows].clone(), last_hidden[rows].clone()))
+                active.captured.append((chosen[rows].clone(), out.last_hidden[rows].clone()))
 
     def _select_captured(self, taps: Tensor) -> Tensor:
         if self._taps == self.capture_taps:
@@ -185,18 +346,26 @@ class Engine:
         return torch.cat([taps[:, p * d : (p + 1) * d] for p in places], dim=-1)
 
 
-def _spans(counts: Iterable[int]) -> Iterator[slice]:
-    start = 0
-    for count in counts:
-        yield slice(start, start + count)
-        start += count
+def _spans(counts: Iterable[int]) -> list[slice]:
+    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, int]:
     """Apply the request's accept rule to target logits [1 + scheduled, V]: (accepted, the target's own token)."""
+    tokens, shaped = proposal.tokens, active.shaped
     if active.rule == "greedy":
-        return verify_greedy(logits, proposal.tokens)
+        return verify_greedy(logits, tokens, shaped)
     sampling = active.request.sampling
     if active.rule == "coupled":
-        return verify_coupled(logits, proposal.tokens, sampling, active.seed, len(active.ids))
-    return verify_rejection(logits, proposal.tokens, proposal.laws, sampling, active.seed, active.round_index)
+        return verify_coupled(logits, tokens, sampling, active.seed, len(active.ids), shaped)
+    return verify_rejection(logits, tokens, proposal.laws, sampling, active.seed, active.round_index, shaped)
+
+
+def _logprobs(logits: Tensor, kept: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """The target's raw log-probabilities of kept tokens, from the logits [>= kept, V] that they were chosen by."""
+    logs = torch.log_softmax(logits[: len(kept)].float(), dim=-1)
+    best = logs.topk(alternatives, dim=-1)
+    return [
+        TokenLogprob(token, float(row[token]), list(zip(ids, values, strict=True)))
+        for token, row, ids, values in zip(kept, logs, best.indices.tolist(), best.values.tolist(), strict=True)
+    ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,20 +20,31 @@ from dspark.targets.packed import pack_linears, packed
 
 @dataclass
 class Proposal:
-    """Draft tokens of one request, and the law each was drawn from (log q over V; None: a point mass)."""
+    """Draft tokens of one request, the law each was drawn from (log q over V; None: a point mass), and where asked
+    for the confidence of each slot: the draft's own probability that it survives, given that those before it did."""
 
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor | None] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        del self.tokens[count:], self.laws[count:], self.confidence[count:]
 
 
 class Proposer(Protocol):
-    """taps: the target layers it reads (0-based); n: draft tokens a round at most."""
+    """taps: the target layers it reads (0-based); n: draft tokens a round at most; bytes_per_token: what its context
+    takes in memory."""
 
     taps: tuple[int, ...]
     n: int
+    bytes_per_token: int
 
     def start(self, active: Active, capacity: int) -> None:
-        """A request is admitted: make room for its context."""
+        """A request is admitted: make room for its context of `capacity` tokens, or more room than it had."""
+
+    def resume(self, active: Active, context: Any, length: int) -> None:
+        """The first `length` tokens of an admitted request are those of another one, whose context this is."""
 
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
         """The target has read tokens that stay: their taps [t, m * d], once per token, in order."""
@@ -46,8 +58,12 @@ class NoProposer:
 
     taps: tuple[int, ...] = ()
     n = 0
+    bytes_per_token = 0
 
     def start(self, active: Active, capacity: int) -> None:
+        return None
+
+    def resume(self, active: Active, context: Any, length: int) -> None:
         return None
 
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
@@ -61,11 +77,18 @@ class DSparkProposer:
     """Block drafting with sequential sampling (method: paper section 3; markov_rank 0 is plain DFlash).
 
     n: draft tokens a round, 1..gamma. mode "block" runs an n-slot block, as every engine does; "prefix" runs the
-    full gamma-slot block and keeps its first n tokens (a diagnostic).
+    full gamma-slot block and keeps its first n tokens (a diagnostic). confidence: fill in `Proposal.confidence` (for a
+    draft with that head).
     Raises DsparkError when n is out of range.
     """
 
-    def __init__(self, draft: DSparkDraft, n: int | None = None, mode: Literal["block", "prefix"] = "block") -> None:
+    def __init__(
+        self,
+        draft: DSparkDraft,
+        n: int | None = None,
+        mode: Literal["block", "prefix"] = "block",
+        confidence: bool = False,
+    ) -> None:
         gamma = draft.config.gamma
         self.n = gamma if n is None else n
         if not 1 <= self.n <= gamma:
@@ -74,10 +97,21 @@ class DSparkProposer:
             raise DsparkError("draft_mode", mode, "must be block or prefix")
         self.draft, self.width = draft, gamma if mode == "prefix" else self.n
         self.taps = tuple(draft.config.target_layer_ids)
-        self._draft_ids: Tensor | None = draft.draft_ids if draft.config.reduced else None
+        self.confidence = confidence and draft.confidence_head is not None
+        config = draft.config
+        self.bytes_per_token = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft.norm.weight.itemsize
+        )
+        self._draft_ids: Tensor | None = draft.draft_ids if config.reduced else None
 
     def start(self, active: Active, capacity: int) -> None:
-        active.context = self.draft.new_context(capacity)
+        if active.context is None:
+            active.context = self.draft.new_context(capacity)
+        else:
+            active.context.grow(capacity)
+
+    def resume(self, active: Active, context: Any, length: int) -> None:
+        active.context.copy_prefix(context, length)
 
     @torch.no_grad()
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
@@ -93,37 +127,64 @@ class DSparkProposer:
         previous = torch.tensor([active.ids[-1] for active in batch])
         state = draft.markov_start(len(batch))
         proposals = [Proposal() for _ in batch]
+        before = []
         for slot in range(self.n):
+            before.append(previous)
             logits, state = draft.slot_logits(base[:, slot], hidden[:, slot], previous, state)
             previous = self._choose(logits, batch, slot, proposals)
+        if self.confidence:
+            survives = draft.confidence(hidden[:, : self.n], torch.stack(before, dim=1))
+            assert survives is not None  # a draft without the head gives none, and then none is asked for
+            for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
+                proposal.confidence = row[: len(proposal.tokens)]
         return proposals
 
     def _choose(self, logits: Tensor, batch: Sequence[Active], slot: int, proposals: list[Proposal]) -> Tensor:
-        """Pick one token a request from logits [R, K]; returns them as target ids [R]."""
+        """Pick one token a request from logits [R, K]; returns them as target ids [R].
+
+        A request whose settings leave nothing to pick proposes no further.
+        """
         greedy = logits.argmax(dim=-1)
         tokens = greedy if self._draft_ids is None else self._draft_ids[greedy]
-        for row, active in enumerate(batch):
+        for row, (active, proposal) in enumerate(zip(batch, proposals, strict=True)):
+            if len(proposal.tokens) < slot:
+                continue
             law = None
-            if active.rule != "greedy":
-                tokens[row], law = draft_token(
-                    logits[row],
-                    active.request.sampling,
-                    active.seed,
-                    active.round_index,
-                    slot,
-                    len(active.ids) + slot,
-                    active.rule,
-                    self._draft_ids,
-                    None if self._draft_ids is None else self.draft.config.vocab_size,
-                )
-            proposals[row].laws.append(law)
-        for row, token in enumerate(tokens.tolist()):
-            proposals[row].tokens.append(token)
+            if active.rule != "greedy" or active.processor is not None:
+                drawn = self._draw(active, logits[row], proposal.tokens)
+                if drawn is None:
+                    continue
+                tokens[row], law = drawn
+            proposal.laws.append(law)
+            proposal.tokens.append(-1)  # filled in below, in one go
+        for proposal, token in zip(proposals, tokens.tolist(), strict=True):
+            if len(proposal.tokens) == slot + 1:
+                proposal.tokens[slot] = token
         return tokens
+
+    def _draw(self, active: Active, logits: Tensor, drafts: Sequence[int]) -> tuple[int, Tensor | None] | None:
+        """One request's token after `drafts`, under its own settings, from logits [K]; None when nothing may follow."""
+        ids = self._draft_ids
+        size = None if ids is None else self.draft.config.vocab_size
+        if active.processor is not None:
+            if ids is not None and size is not None:
+                logits = torch.full((size,), -math.inf).index_copy_(0, ids, logits.float())
+            logits, ids, size = active.shaped(logits, drafts), None, None
+            if not bool((logits > -math.inf).any()):
+                return None
+        slot = len(drafts)
+        position = len(active.ids) + slot
+        return draft_token(
+            logits, active.request.sampling, active.seed, active.round_index, slot, position, active.rule, ids, size
+        )
 
 
 def make_proposer(
-    target: Target, draft: DSparkDraft | None, n: int | None = None, mode: Literal["block", "prefix"] = "block"
+    target: Target,
+    draft: DSparkDraft | None,
+    n: int | None = None,
+    mode: Literal["block", "prefix"] = "block",
+    confidence: bool = False,
 ) -> Proposer:
     """A proposer for this pair: checks that the draft was made for the target, lends it the target's embedding and
     head, and packs its linear layers for this machine. draft None is plain decoding.
@@ -137,4 +198,4 @@ def make_proposer(
     draft.bind(target.embedding_weight, target.head_weight)
     pack_linears(draft)
     draft.head = packed(draft.head)  # lent by the target, so not inside the draft
-    return DSparkProposer(draft, n, mode)
+    return DSparkProposer(draft, n, mode, confidence)

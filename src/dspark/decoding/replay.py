@@ -14,18 +14,8 @@ import torch
 from torch import Tensor
 
 from dspark.decoding.proposers import DSparkProposer
-from dspark.decoding.request import Active, Request, Round
+from dspark.decoding.request import Active, NoState, Request, Round
 from dspark.errors import DsparkError
-
-
-class ReplayState:
-    """A request whose target side is a finished row."""
-
-    def __init__(self) -> None:
-        self.length = self.capacity = 0
-
-    def truncate(self, length: int) -> None:
-        self.length = length
 
 
 class TokenRow(Protocol):
@@ -73,7 +63,7 @@ class _Walk:
         self.index, self.taps, self.row_ids = index, taps, [*row.prompt_ids, *row.answer_ids]
         self.max_context = max_context
         ids = self.row_ids[: len(row.prompt_ids) + 1]
-        self.active = Active(index, Request(row.prompt_ids), "greedy", 0, ids, 0, frozenset(), ReplayState())
+        self.active = Active(index, Request(row.prompt_ids), "greedy", 0, ids, 0, frozenset(), NoState())
         proposer.start(self.active, len(self.row_ids) + proposer.n)
         self.seen = 0
 

@@ -3,13 +3,14 @@
 All functions take the target's logits of one request's verified slots, [s + 1, V] for s scheduled draft tokens: row k
 is the target's prediction after the first k of them. They return (accepted, next_token): the round emits
 drafts[:accepted] + [next_token]. With s = 0 each one is plain decoding under its rule. Rows are turned into laws one
-by one, and none is looked at after the first rejection.
+by one, and none is looked at after the first rejection. `shaped(row [V], drafts before it)` is what the request
+changes in logits (`Active.shaped`); the same function shaped the draft's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ from dspark.decoding.sampling import (
     log_distribution,
     uniform,
 )
+
+Shaped = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def unshaped(logits: Tensor, drafts: Sequence[int]) -> Tensor:
+    """A request that changes nothing in logits."""
+    return logits
 
 
 def draft_token(
@@ -60,14 +68,14 @@ def draft_token(
     raise ValueError(f"unknown accept rule {rule!r}")
 
 
-def verify_greedy(target_logits: Tensor, drafts: Sequence[int]) -> tuple[int, int]:
+def verify_greedy(target_logits: Tensor, drafts: Sequence[int], shaped: Shaped = unshaped) -> tuple[int, int]:
     """Accept the longest prefix of drafts [s] that equals the target's argmax; next is the argmax at the cut."""
     _check_rows(target_logits, drafts)
     for slot, draft in enumerate(drafts):
-        token = greedy_token(target_logits[slot])
+        token = greedy_token(shaped(target_logits[slot], drafts[:slot]))
         if token != draft:
             return slot, token
-    return len(drafts), greedy_token(target_logits[len(drafts)])
+    return len(drafts), greedy_token(shaped(target_logits[len(drafts)], drafts))
 
 
 def verify_rejection(
@@ -77,6 +85,7 @@ def verify_rejection(
     settings: SamplingSettings,
     seed: int,
     round_index: int,
+    shaped: Shaped = unshaped,
 ) -> tuple[int, int]:
     """Speculative sampling: the emitted tokens follow the target's law exactly, whatever the laws of the draft are.
 
@@ -89,14 +98,14 @@ def verify_rejection(
     if len(laws) != len(drafts):
         raise ValueError(f"{len(drafts)} draft tokens and {len(laws)} laws")
     for slot, (draft, law) in enumerate(zip(drafts, laws, strict=True)):
-        log_p = log_distribution(target_logits[slot], settings)
+        log_p = log_distribution(shaped(target_logits[slot], drafts[:slot]), settings)
         log_q = 0.0 if law is None else float(law[draft])
         if log_q == -math.inf:
             raise ValueError(f"slot {slot}: draft token {draft} has probability 0 under its own law")
         if uniform(seed, round_index, slot, Use.ACCEPT) < math.exp(min(0.0, float(log_p[draft]) - log_q)):
             continue
         return slot, draw_weights(_residual(log_p, draft, law), uniform(seed, round_index, slot, Use.RESIDUAL))
-    log_p = log_distribution(target_logits[len(drafts)], settings)
+    log_p = log_distribution(shaped(target_logits[len(drafts)], drafts), settings)
     return len(drafts), draw(log_p, uniform(seed, round_index, len(drafts), Use.BONUS))
 
 
@@ -119,6 +128,7 @@ def verify_coupled(
     settings: SamplingSettings,
     seed: int,
     positions: int,
+    shaped: Shaped = unshaped,
 ) -> tuple[int, int]:
     """Gumbel coupling: the ids are those of one-at-a-time decoding with this seed, for any drafts and any s.
 
@@ -129,7 +139,7 @@ def verify_coupled(
     _check_rows(target_logits, drafts)
     vocab = target_logits.shape[-1]
     for slot in range(len(drafts) + 1):
-        log_p = log_distribution(target_logits[slot], settings)
+        log_p = log_distribution(shaped(target_logits[slot], drafts[:slot]), settings)
         token = gumbel_argmax(log_p, gumbel(seed, positions + slot, vocab))
         if slot == len(drafts) or token != drafts[slot]:
             return slot, token

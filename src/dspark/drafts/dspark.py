@@ -40,6 +40,24 @@ class DraftContext:
             raise DsparkError("length", length, f"must be 0..{self.length}, what the draft's context holds")
         self.length = length
 
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` committed tokens in all; what is held is copied."""
+        more = capacity - self.capacity
+        if more > 0:
+            shape = (*self.keys.shape[:2], self.keys.shape[2] + more, self.keys.shape[3])
+            for name in ("keys", "values"):
+                held = getattr(self, name)
+                grown = held.new_empty(shape)
+                grown[:, :, : self.length] = held[:, :, : self.length]
+                setattr(self, name, grown)
+            self.capacity = capacity
+
+    def copy_prefix(self, other: DraftContext, length: int) -> None:
+        """Take the first `length` tokens of another request's context, which must hold them."""
+        self.keys[:, :, :length] = other.keys[:, :, :length]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        self.length = length
+
 
 @dataclass
 class _Bound:

@@ -19,12 +19,18 @@ class TargetState(Protocol):
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on. Raises DsparkError when length > self.length."""
 
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens in all; what is held stays."""
+
+    def copy_prefix(self, other: Any, length: int) -> None:
+        """Take the first `length` tokens that another request of this target holds."""
+
 
 @dataclass
 class TargetOutput:
     """One ragged pass. Rows are the new tokens of all requests, concatenated in the order given.
 
-    logits: [rows, V] float (or [requests, V] when only the last row of each was asked for)
+    logits: [rows, V] float, or only the rows asked for, in the same order
     taps: [rows, m * d], the asked-for layers' outputs side by side (None when no tap was asked for)
     last_hidden: [rows, d], pre_norm: the state before the target's final norm
     """
@@ -60,6 +66,10 @@ class Target(Protocol):
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """head(final_norm(hidden)): pre-norm states [..., d] -> logits [..., V], or only `rows` of them [..., K]."""
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token of one request takes in memory (K/V of all layers)."""
+
     def new_state(self, capacity: int) -> TargetState:
         """Room for `capacity` tokens of one request."""
 
@@ -67,6 +77,9 @@ class Target(Protocol):
         self,
         batch: Sequence[tuple[TargetState, Tensor]],
         taps: Sequence[int] = (),
-        logits: Literal["all", "last", "none"] = "all",
+        logits: Literal["all", "last", "none"] | Sequence[int] = "all",
     ) -> TargetOutput:
-        """Read each request's new ids [t_r] at positions state.length.. and advance its length."""
+        """Read each request's new ids [t_r] at positions state.length.. and advance its length.
+
+        logits: every row's, each request's last row's, none, or how many last rows' of each request.
+        """

@@ -51,6 +51,25 @@ class RequestCache:
         held_k.narrow(2, start, count).copy_(keys)
         held_v.narrow(2, start, count).copy_(values)
 
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` tokens in all; what is held is copied."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        for held in (self.keys, self.values):
+            for layer, tensor in enumerate(held):
+                if tensor is not None:
+                    grown = tensor.new_empty(1, tensor.shape[1], capacity, tensor.shape[3])
+                    grown[:, :, : self.length] = tensor[:, :, : self.length]
+                    held[layer] = grown
+
+    def copy_prefix(self, other: RequestCache, length: int) -> None:
+        """Take the first `length` tokens of another request's K/V, which must hold them."""
+        for layer, (keys, values) in enumerate(zip(other.keys, other.values, strict=True)):
+            assert keys is not None and values is not None  # a request that holds tokens has every layer's
+            self.write(layer, 0, keys[:, :, :length], values[:, :, :length])
+        self.length = length
+
 
 @dataclass
 class Segment:

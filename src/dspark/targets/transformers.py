@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,14 @@ class TransformersTarget:
             if not 0 <= tap < self.num_layers:
                 raise DsparkError("target_layer_ids", tap, f"{self.name} has layers 0..{self.num_layers - 1}")
 
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of every layer and K/V head, in the target's dtype."""
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * self.num_layers * heads * width * self.dtype.itemsize)
+
     def new_state(self, capacity: int) -> RequestCache:
         """Room for `capacity` tokens of one request. Raises DsparkError past the target's context."""
         if capacity > self.max_context:
@@ -146,7 +155,7 @@ class TransformersTarget:
         self,
         batch: Sequence[tuple[TargetState, Tensor]],
         taps: Sequence[int] = (),
-        logits: Literal["all", "last", "none"] = "all",
+        logits: Literal["all", "last", "none"] | Sequence[int] = "all",
     ) -> TargetOutput:
         """One ragged pass; see `targets/base.py`. Raises DsparkError on an unknown tap or a full cache."""
         self.check_taps(taps)
@@ -165,11 +174,21 @@ class TransformersTarget:
         finally:
             taken, self._wanted, self._taken = self._taken, frozenset(), {}
         ragged.commit()
-        if logits == "last":
-            normed = normed[torch.tensor([s.row + s.count - 1 for s in ragged.segments])]
-        scores = self._finish(self._head_module(normed)) if logits != "none" else normed.new_empty(0, self.vocab_size)
+        if logits != "all":
+            normed = normed[_last_rows(ragged.counts, logits)]
+        scores = self._finish(self._head_module(normed)) if len(normed) else normed.new_empty(0, self.vocab_size)
         tapped = torch.cat([taken[tap][0] for tap in taps], dim=-1) if taps else None
         return TargetOutput(scores, tapped, taken[last_layer][0])
+
+
+def _last_rows(counts: Sequence[int], wanted: Literal["last", "none"] | Sequence[int]) -> Tensor:
+    """Flat indices of the last rows of each request: one, none, or as many as `wanted` says."""
+    if isinstance(wanted, str):
+        wanted = [1 if wanted == "last" else 0] * len(counts)
+    ends = itertools.accumulate(counts)
+    return torch.tensor(
+        [row for end, n in zip(ends, wanted, strict=True) for row in range(end - n, end)], dtype=torch.int64
+    )
 
 
 def _check_supported(name: str, config: Any) -> None:

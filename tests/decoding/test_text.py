@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark.bench.detokenise import HALF_CHARACTER, TextStream, decode, token_pieces
+from dspark.decoding.text import HALF_CHARACTER, TextStream, decode, token_pieces
 
 TEXT = "naïve 日本 🙂\u200d💻 end"
 

@@ -1,0 +1,105 @@
+"""Structured output: which tokens keep an answer inside a JSON schema or a regular expression (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import llguidance.hf
+import llguidance.torch
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from dspark.errors import DsparkError
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must match. kind "json_schema": `text` is the schema; "json_object": any JSON object, no text;
+    "regex": the whole answer matches the expression (Rust syntax)."""
+
+    kind: Literal["json_schema", "json_object", "regex"]
+    text: str = ""
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer; the tokenizer's table is built on first use (a third of a second)."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._table: Any = None
+
+    def compile(self, constraint: Constraint) -> GrammarState:
+        """A fresh state at the beginning of an answer. Raises DsparkError for a schema or expression that is not one,
+        and for a tokenizer that llguidance cannot read (it needs a fast one)."""
+        grammar = _source(constraint)
+        problem = LLMatcher.validate_grammar(grammar)
+        if problem:
+            raise DsparkError(constraint.kind, _short(constraint.text), _short(problem))
+        if self._table is None:
+            try:
+                self._table = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+            except Exception as error:  # llguidance raises what its tokenizer conversion raises
+                raise DsparkError("tokenizer", type(self._tokenizer).__name__, _short(str(error))) from error
+        matcher = LLMatcher(self._table, grammar, log_level=0)
+        if matcher.is_error():
+            raise DsparkError(constraint.kind, _short(constraint.text), _short(matcher.get_error()))
+        return GrammarState(matcher, self._vocab_size)
+
+
+class GrammarState:
+    """Where one answer stands in its grammar. Only `commit` changes it."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._bits = llguidance.torch.allocate_token_bitmask(1, vocab_size)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow: the answer is complete."""
+        return bool(self._matcher.is_stopped())
+
+    def commit(self, token: int) -> None:
+        """Take one token of the answer. Raises DsparkError when the grammar does not allow it."""
+        if not self.ended and not self._matcher.consume_token(token):
+            raise DsparkError("constraint", token, _short(self._matcher.get_error() or "token outside the grammar"))
+
+    def allowed(self, drafts: Sequence[int]) -> Tensor | None:
+        """True for the ids that may follow after `drafts` [V]; None where the grammar says nothing (it is over, or
+        `drafts` left it: no such slot is ever kept)."""
+        matcher, taken = self._matcher, 0
+        try:
+            if drafts:
+                taken = matcher.try_consume_tokens(list(drafts))
+                if taken < len(drafts):
+                    return None
+            if matcher.is_stopped():
+                return None
+            llguidance.torch.fill_next_token_bitmask(matcher, self._bits, 0)
+            if matcher.is_error():
+                raise DsparkError("constraint", "grammar", _short(matcher.get_error()))
+        finally:
+            if taken:
+                matcher.rollback(taken)
+        bits = self._bits[0].view(torch.uint8)
+        spread = bits[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and_(1)
+        return spread.flatten()[: self._vocab_size].bool()
+
+
+def _source(constraint: Constraint) -> str:
+    if constraint.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(constraint.text))
+    schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
+    try:
+        json.loads(schema)
+    except json.JSONDecodeError as error:
+        raise DsparkError(constraint.kind, _short(schema), f"is not JSON ({error})") from error
+    return str(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _short(text: str) -> str:
+    first = " ".join(text.split())
+    return first if len(first) <= 200 else first[:197] + "..."
