@@ -67,7 +67,7 @@ def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _tiny_tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
     words = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL[0]))
     words.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    words.decoder = decoders.Fuse()
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
         unk_token=SPECIAL[0],

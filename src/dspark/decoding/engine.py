@@ -265,7 +265,7 @@ class Engine:
         """One draft pass and one target pass: a verification block of every request in a round, and a part of the
         prompt of those that still read theirs."""
         ready = [active for active in self.running if not active.unread]
-        proposals = self.proposer.propose(ready) if ready else []
+        proposals = self._propose(ready)
         proposed = [len(proposal.tokens) for proposal in proposals]
         blocks: list[list[int]] = []
         for active, proposal in zip(ready, proposals, strict=True):
@@ -292,6 +292,12 @@ class Engine:
                 steps.append((active, self._commit(active, logits[i], Proposal(), None)))
         self._observe(observed, out)
         return steps
+
+    def _propose(self, ready: list[Active]) -> list[Proposal]:
+        """One draft pass for the requests that speculate; the others propose nothing."""
+        drafting = [active for active in ready if active.request.speculate]
+        drafted = iter(self.proposer.propose(drafting) if drafting else [])
+        return [next(drafted) if active.request.speculate else Proposal() for active in ready]
 
     def _chunks(self) -> tuple[list[Active], list[list[int]]]:
         """Which requests read a part of their prompt in this pass, and which ids."""
@@ -330,7 +336,11 @@ class Engine:
             return
         if self.proposer.taps:
             width = len(self.proposer.taps) * self.target.hidden_size  # the proposer's own taps come first
-            going = [(a, taps[rows, :width]) for a, rows in observed if self.memory.caches or not a.finished]
+            going = [
+                (a, taps[rows, :width])
+                for a, rows in observed
+                if a.request.speculate and (self.memory.caches or not a.finished)
+            ]
             if going:
                 self.proposer.observe(going)
         if self._capturing:

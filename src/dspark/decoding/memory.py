@@ -45,11 +45,13 @@ class Memory:
             if not self._free(first, running):
                 return False
         active.state = self.target.new_state(first)
-        self.proposer.start(active, first)
+        if active.request.speculate:
+            self.proposer.start(active, first)
         if found is not None:
             prefix, common = found
             active.state.copy_prefix(prefix.state, common)
-            self.proposer.resume(active, prefix.context, common)
+            if active.request.speculate:
+                self.proposer.resume(active, prefix.context, common)
             if not active.result.output_ids:
                 active.result.cached_tokens = common
         return True
@@ -63,7 +65,8 @@ class Memory:
         if not self._free(capacity - active.state.capacity, running):
             return False
         active.state.grow(capacity)
-        self.proposer.start(active, capacity)
+        if active.request.speculate:
+            self.proposer.start(active, capacity)
         return True
 
     def _free(self, tokens: int, running: Sequence[Active], keep: Prefix | None = None) -> bool:
@@ -79,8 +82,10 @@ class Memory:
         return True
 
     def retire(self, active: Active) -> None:
-        """A request is over: its memory is kept as a prefix, or freed."""
-        if self.caches and active.result.error is None and active.state.length:
+        """A request is over: its memory is kept as a prefix, or freed. One without the draft's context is no prefix
+        for those that speculate, and is freed."""
+        whole = active.request.speculate or not self.proposer.n
+        if self.caches and whole and active.result.error is None and active.state.length:
             self.prefixes.keep(active.ids[: active.state.length], active.state, active.context)
         active.release()
 

@@ -82,7 +82,8 @@ class Request:
     stop_ids: ids that end it (the target's own when None; none with ignore_eos); min_tokens: tokens before a stop id or
     string may end it; stop: strings that end it, in the text up to there (include_stop: with the string or the stop
     token's text); logprobs: None, or how many alternatives beside each token's own (the target's raw
-    log-probabilities, before this request's settings); constraint: a grammar; timeout: seconds from `Engine.add`.
+    log-probabilities, before this request's settings); constraint: a grammar; timeout: seconds from `Engine.add`;
+    speculate: False decodes this request plainly, whoever proposes for the others.
     """
 
     prompt_ids: Sequence[int]
@@ -96,6 +97,7 @@ class Request:
     logprobs: int | None = None
     constraint: Constraint | None = None
     timeout: float | None = None
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
