@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from dspark.bench.metrics import PassRow, pass_table
+import numpy as np
+
+from dspark.bench.metrics import Interval, PassRow, pass_table
 from dspark.calibration.passes import Passes, time_in_turns
 from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
 
@@ -53,3 +56,22 @@ def measure_passes(
     draft_seconds = median(samples.pop(0))
     table = pass_table(samples)
     return PassTimes(len(ids), proposer.n, table, draft_seconds, draft_seconds / table[0].seconds)
+
+
+def median_ratio(
+    base: Sequence[float], other: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """median(other) / median(base), with a percentile bootstrap interval over turns.
+
+    base[i] and other[i] were taken in the same turn, and a draw takes both or neither. No interval from fewer than two
+    turns. Raises DsparkError when the two are not the same length, or empty.
+    """
+    if len(base) != len(other) or not base:
+        raise DsparkError("samples", (len(base), len(other)), "the two sides need the same turns, at least 1")
+    value = median(other) / median(base)
+    if len(base) < 2:
+        return Interval(value, None, None, level)
+    chosen = np.random.default_rng(seed).integers(0, len(base), size=(resamples, len(base)))
+    ratios = np.median(np.asarray(other)[chosen], axis=1) / np.median(np.asarray(base)[chosen], axis=1)
+    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high), level)

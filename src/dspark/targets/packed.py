@@ -50,3 +50,9 @@ def pack_linears(module: nn.Module) -> int:
                 setattr(parent, name, replacement)
                 count += 1
     return count
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of weights that one pass through every linear layer of `module` reads, as they are stored."""
+    layers = (m for m in module.modules() if isinstance(m, nn.Linear | PackedLinear))
+    return sum(layer.weight.nbytes for layer in layers)
