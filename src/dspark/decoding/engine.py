@@ -169,13 +169,13 @@ class Engine:
         leave. Gives what was added to each; a request whose part failed ends with `result.error`, and when the pass
         itself fails, every request in it does."""
         steps = self._end_from_outside()
-        self._admit()
-        self._make_room()
-        if self.running:
-            try:
+        steps += self._admit()
+        try:
+            self._make_room()
+            if self.running:
                 steps += self._pass()
-            except Exception as error:
-                steps += [self._end(active, "error", error) for active in self.running if not active.finished]
+        except Exception as error:
+            steps += [self._end(active, "error", error) for active in self.running if not active.finished]
         for active in [active for active in self.running if active.finished]:
             self.running.remove(active)
             self.memory.retire(active)
@@ -225,10 +225,21 @@ class Engine:
                 bad = min(ids) if min(ids) < 0 else max(ids)
                 raise DsparkError(name, bad, f"token ids of {self.target.name} are 0..{vocabulary - 1}")
 
-    def _admit(self) -> None:
-        """Let waiting requests in, first come first served, while there is room."""
-        while self.waiting and len(self.running) < self.max_batch and self.memory.start(self.waiting[0], self.running):
-            self.running.append(self.waiting.popleft())
+    def _admit(self) -> list[tuple[Active, Step]]:
+        """Let waiting requests in, first come first served, while there is room; one that cannot be let in at all (the
+        machine has no memory left, say) ends with the error."""
+        steps = []
+        while self.waiting and len(self.running) < self.max_batch:
+            active = self.waiting[0]
+            try:
+                if not self.memory.start(active, self.running):
+                    break
+                self.running.append(active)
+            except Exception as error:
+                self.memory.release(active)
+                steps.append(self._end(active, "error", error))
+            self.waiting.popleft()
+        return steps
 
     def _make_room(self) -> None:
         """Give every request that is due for a round the memory of its block; the youngest make way if they must."""

@@ -16,7 +16,7 @@ SHORTEST = 16
 """Tokens in common that are worth a copy."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Prefix:
     """Tokens [T] whose K/V `state` holds, and the draft's `context` of the same tokens (None: no draft)."""
 

@@ -1,0 +1,66 @@
+"""Unseeded sampling through the whole engine: penalties, bias, grammar and filters at once keep the target's law."""
+
+import numpy as np
+import pytest
+import torch
+from tests.decoding.conftest import PROMPTS, bigram_draft
+from tests.decoding.laws import chi_square_p, reference_law, sequence_p, shift_two_percent
+
+from dspark.decoding.engine import Engine
+from dspark.decoding.grammar import Constraint
+from dspark.decoding.proposers import make_proposer
+from dspark.decoding.request import Request, SamplingSettings
+
+DRAWS = 20_000
+LETTERS = "abcdefgh"
+SETTINGS = {
+    "temperature": SamplingSettings(0.9),
+    "filters": SamplingSettings(1.3, top_k=6, top_p=0.95, min_p=0.02),
+    "penalties": SamplingSettings(
+        1.2, presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.3, logit_bias=((70, 1.0),)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def letters(target):
+    return [target.tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
+
+
+def law_by_hand(target, settings, ids, made, letters):
+    """Probabilities over `letters` after prompt + made, from the definitions."""
+    logits = target.forward([(target.new_state(len(ids) + len(made)), torch.tensor([*ids, *made]))], logits="last")
+    row = logits.logits[0].clone()
+    mask = torch.full_like(row, -torch.inf)
+    mask[letters] = 0
+    row += mask
+    for token, bias in settings.logit_bias:
+        row[token] += bias
+    for token in {*ids, *made}:
+        row[token] = (
+            row[token] / settings.repetition_penalty if row[token] > 0 else row[token] * settings.repetition_penalty
+        )
+    for token in set(made):
+        row[token] -= settings.presence_penalty + settings.frequency_penalty * made.count(token)
+    return reference_law(row, settings)[letters]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_three_letters(target, pairs, letters, name):
+    """Three tokens of eight letters: the first is the prompt's own, the others are drafted and verified."""
+    settings, prompt = SETTINGS[name], PROMPTS[0]
+    request = Request(prompt, 4, settings, constraint=Constraint("regex", f"[{LETTERS}]{{3}}"))
+    engine = Engine(target, make_proposer(target, bigram_draft(pairs), 7), max_batch=64)
+    results = [result for _, result in engine.run(request for _ in range(DRAWS))]
+    drawn = np.array([[letters.index(token) for token in result.output_ids[:3]] for result in results])
+    law = np.zeros((8, 8, 8))
+    first = law_by_hand(target, settings, prompt, [], letters)
+    for i in np.flatnonzero(first):
+        second = law_by_hand(target, settings, prompt, [letters[i]], letters)
+        for j in np.flatnonzero(second):
+            law[i, j] = first[i] * second[j] * law_by_hand(target, settings, prompt, [letters[i], letters[j]], letters)
+    assert sum(r.accepted for result in results for r in result.rounds) > 0.05 * DRAWS, "nothing was verified"
+    assert sequence_p(drawn, law) > 1e-3 / len(SETTINGS)
+    second_law = law.sum(axis=(0, 2))
+    assert chi_square_p(shift_two_percent(drawn[:, 1], second_law), second_law) < 1e-3, "the test sees a 2 % fault"
