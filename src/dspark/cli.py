@@ -46,6 +46,7 @@ from dspark.decoding.request import Request, SamplingSettings
 from dspark.demo import run_demo
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
+from dspark.serving.command import serve_command
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
 from dspark.training.features import CachedFeatures, FeatureSource, FeatureWriter, InProcessFeatures, cache_features
@@ -353,6 +354,9 @@ def demo_command(
     comparison = run_demo(loaded, load_named_draft(draft), out, max_tokens=max_tokens, draft_name=draft)
     if not comparison.lossless:
         raise typer.Exit(1)
+
+
+app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: an engine in a thread, its requests over HTTP."""

@@ -1,0 +1,239 @@
+"""`dspark serve`: options, the address, and a server that ends gracefully."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import torch
+import typer
+import uvicorn
+
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, load_named_draft
+from dspark.decoding.engine import Engine
+from dspark.decoding.proposers import make_proposer
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+from dspark.serving.api import Service, create_app
+from dspark.serving.convert import Converter
+from dspark.serving.loop import EngineLoop
+from dspark.serving.metrics import Metrics
+from dspark.serving.tokens import TokenTexts
+from dspark.targets.base import Target
+from dspark.targets.embedded import EMBEDDED
+from dspark.targets.transformers import load_target
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+LEAST_TOKENS = 64
+"""Tokens of memory without which a server makes no sense."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """memory, max_body: bytes; timeout, watchdog, drain: seconds. Raises DsparkError for what makes no sense."""
+
+    max_batch: int = 8
+    max_waiting: int = 64
+    memory: int = 2 << 30
+    prefill_tokens: int = 256
+    prefix_cache: bool = True
+    api_key: str | None = None
+    max_body: int = 1 << 20
+    timeout: float = 600.0
+    watchdog: float = 60.0
+    drain: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_body", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise DsparkError(name, getattr(self, name), "must be at least 1")
+        if self.max_waiting < 0:
+            raise DsparkError("max_waiting", self.max_waiting, "must be at least 0")
+        for name in ("timeout", "watchdog"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise DsparkError(name, getattr(self, name), "must be a number of seconds above 0")
+        if not 0 <= self.drain < float("inf"):
+            raise DsparkError("drain", self.drain, "must be a number of seconds, 0 or more")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise DsparkError("api_key", "***", "must be printable ASCII without spaces")
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.memory > machine:
+            raise DsparkError("memory", show_bytes(self.memory), f"this machine has {show_bytes(machine)}")
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes in "2GiB", "512 MB" or "100000". Raises DsparkError under `name`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS:
+        raise DsparkError(name, text, "must be a size like 2GiB or 512MiB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def show_bytes(count: int) -> str:
+    """Bytes for people."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.3g} {unit}"
+    return f"{count} bytes"
+
+
+def build_service(
+    target: Target, draft: DSparkDraft | None, n: int | None, draft_name: str | None, settings: ServeSettings
+) -> Service:
+    """An engine for this pair and all that the endpoints need. Raises DsparkError where the two do not fit, or the
+    memory is too little."""
+    if target.tokenizer is None:
+        raise DsparkError("target", target.name, "has no tokenizer, so it cannot be served")
+    proposer = make_proposer(target, draft, n, confidence=True)
+    kv_tokens = settings.memory // (target.bytes_per_token + proposer.bytes_per_token)
+    if kv_tokens < LEAST_TOKENS:
+        need = show_bytes(LEAST_TOKENS * (target.bytes_per_token + proposer.bytes_per_token))
+        raise DsparkError("memory", show_bytes(settings.memory), f"holds {kv_tokens} tokens; give at least {need}")
+    engine = Engine(
+        target,
+        proposer,
+        settings.max_batch,
+        kv_tokens=kv_tokens,
+        prefill_tokens=settings.prefill_tokens,
+        prefix_cache=settings.prefix_cache,
+    )
+    tokenizer = copy.deepcopy(target.tokenizer)
+    converter = Converter(target, tokenizer, engine.max_context, settings.timeout)
+    loop = EngineLoop(engine, Metrics(converter.model, proposer.n), settings.max_waiting, settings.watchdog)
+    name = None if draft_name is None else Path(draft_name).name
+    tokens = TokenTexts(tokenizer, target.vocab_size)
+    return Service(loop, converter, tokens, name, settings.max_body, settings.api_key)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at that address, port 0 for any free one. Raises DsparkError when it cannot be had."""
+    if not 0 <= port <= 65535:
+        raise DsparkError("port", port, "must be in 0..65535")
+    try:
+        if not host:
+            raise OSError("empty")
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):
+        raise DsparkError("host", host, "is no address; use 127.0.0.1, or 0.0.0.0 for every interface") from None
+    listening = socket.socket(family, kind)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise _no_address(host, port, error) from None
+    return listening
+
+
+def _no_address(host: str, port: int, error: OSError) -> DsparkError:
+    if error.errno == errno.EADDRINUSE:
+        return DsparkError("port", port, f"is in use on {host}; choose another one (0: any that is free)")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DsparkError("port", port, "needs the administrator's rights; use one above 1023")
+    return DsparkError("host", host, f"cannot be listened on: {error.strerror}")
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready; on a termination signal it takes no more requests and lets those that run end."""
+
+    def __init__(self, service: Service, drain: float, ready: str = "", http: str = "h11") -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                http=http,
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(drain) + 5,
+            )
+        )
+        self._service, self._drain, self._ready = service, drain, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._ready:
+            print(self._ready, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.loop.drain(self._drain)
+        super().handle_exit(sig, frame)
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve_command(
+    target: Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")] = EMBEDDED,
+    draft: Annotated[str, typer.Option(help="Draft folder, or `embedded` (the shipped one).")] = EMBEDDED_DRAFT,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
+    n: Annotated[
+        int | None, typer.Option("-n", "--n", help="Draft tokens a round, up to the draft's gamma (the default).")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 64,
+    memory: Annotated[str, typer.Option(help="For keys and values, of requests and the prefix cache.")] = "2GiB",
+    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in one pass.")] = 256,
+    prefix_cache: Annotated[bool, typer.Option(help="Keep what prompts with the same beginning share.")] = True,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DSPARK_API_KEY", help="Key that /v1 asks for; none by default.")
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Size of a request's body at most.")] = "1MiB",
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    watchdog: Annotated[float, typer.Option(help="Seconds without a finished pass before all requests end.")] = 60.0,
+    drain: Annotated[float, typer.Option(help="Seconds to finish in after a termination signal.")] = 30.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; left as it is when not given.")] = None,
+) -> None:
+    """Serve a target and its draft over an OpenAI-compatible API, with a page to try it at /."""
+    settings = ServeSettings(
+        max_batch=max_batch,
+        max_waiting=max_waiting,
+        memory=parse_bytes("memory", memory),
+        prefill_tokens=prefill_tokens,
+        prefix_cache=prefix_cache,
+        api_key=api_key,
+        max_body=parse_bytes("max_body", max_body),
+        timeout=timeout,
+        watchdog=watchdog,
+        drain=drain,
+    )
+    listening = bind(host, port)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_target(target)
+    service = build_service(
+        loaded, None if no_draft else load_named_draft(draft), n, None if no_draft else draft, settings
+    )
+    serve(service, listening, settings)
+
+
+def serve(service: Service, listening: socket.socket, settings: ServeSettings) -> None:
+    """Serve until a signal ends it."""
+    engine = service.loop.engine
+    drafted = "plain" if service.draft is None else f"draft {service.draft}, n = {engine.proposer.n}"
+    ready = (
+        f"serving {service.model} at {address_of(listening)} ({drafted}, {show_bytes(settings.memory)} of memory for "
+        f"{engine.memory.budget:,} tokens, context {engine.max_context:,}, {engine.max_batch} at once)"
+    )
+    try:
+        Server(service, settings.drain, ready).run([listening])
+    except OSError as error:  # somebody else took the port meanwhile
+        raise _no_address(*listening.getsockname()[:2], error) from None
+    except KeyboardInterrupt:  # uvicorn gives the signal back once everything has ended
+        pass
+    finally:
+        listening.close()

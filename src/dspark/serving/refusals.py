@@ -1,0 +1,70 @@
+"""Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dspark.decoding.request import Result
+from dspark.errors import DsparkError
+from dspark.serving.loop import QueueFull, Unavailable
+
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_SHOWN = 80
+
+
+class Refusal(Exception):
+    """An answer that is an error. status: of HTTP; param: the request's parameter that is wrong, if it is one."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shown(value: object) -> object:
+    """A value as a message may show it: long ones are cut."""
+    text = value if isinstance(value, str) else repr(value)
+    return value if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal:
+    """What to answer when a request was not taken; names: what the client calls the engine's fields."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, DsparkError):
+        field = (names or {}).get(error.field, error.field)
+        message = str(DsparkError(field, shown(error.value), error.remedy))
+        code = "context_length_exceeded" if error.field in ("prompt", "max_tokens") else "invalid_value"
+        return Refusal(400, message, field, code)
+    if isinstance(error, QueueFull):
+        return Refusal(429, f"{error}; try again later", code="queue_full", retry_after=1)
+    if isinstance(error, Unavailable):
+        return Refusal(503, str(error), code="unavailable", retry_after=5)
+    return Refusal(500, f"internal error: {type(error).__name__}", code="internal_error")
+
+
+def ended_badly(result: Result) -> Refusal | None:
+    """What to answer when a request ended as none should; None when it ended well."""
+    if result.finish_reason in ("stop", "length"):
+        return None
+    if result.finish_reason == "timeout":
+        seconds = result.request.timeout or 0
+        message = f"the answer took longer than the {seconds:g} seconds that this server gives a request"
+        return Refusal(504, message, code="timeout")
+    if result.finish_reason == "cancelled":
+        return Refusal(503, "the request was cancelled", code="cancelled")
+    return Refusal(500, f"the engine failed on this request: {result.error}", code="engine_error")
