@@ -121,10 +121,11 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if not host:
             raise OSError("empty")
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = found[0]
     except (OSError, UnicodeError):
         raise DsparkError("host", host, "is no address; use 127.0.0.1, or 0.0.0.0 for every interface") from None
-    listening = socket.socket(family, kind)
+    listening = socket.socket(family, kind, protocol)  # with the protocol: asyncio sends at once only on known TCP
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
@@ -232,7 +233,7 @@ def serve(service: Service, listening: socket.socket, settings: ServeSettings) -
     try:
         Server(service, settings.drain, ready).run([listening])
     except OSError as error:  # somebody else took the port meanwhile
-        raise _no_address(*listening.getsockname()[:2], error) from None
+        raise DsparkError("port", listening.getsockname()[1], f"cannot be listened on: {error.strerror}") from None
     except KeyboardInterrupt:  # uvicorn gives the signal back once everything has ended
         pass
     finally:

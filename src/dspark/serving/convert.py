@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import is_unicode
 from dspark.decoding.grammar import Constraint
 from dspark.decoding.request import Request, SamplingSettings
 from dspark.errors import DsparkError
+from dspark.serving.constraints import constraint_of
+from dspark.serving.refusals import TooLong
 from dspark.serving.schemas import Body, ChatBody, CompletionBody
 from dspark.targets.base import Target
 
@@ -50,9 +50,7 @@ class Converter:
     def completion(self, body: CompletionBody) -> Asked:
         """Raises DsparkError that names the parameter that cannot be served."""
         prompts = [self._prompt_ids(prompt) for prompt in _prompts(body)]
-        names = {"stop_ids": "stop_token_ids"}
-        requests = self._requests(body, prompts, COMPLETION_TOKENS, "max_tokens", body.logprobs, names)
-        return Asked(body, prompts, requests, names)
+        return self._asked(body, prompts, body.max_tokens, COMPLETION_TOKENS, body.logprobs, {})
 
     def chat(self, body: ChatBody) -> Asked:
         """Raises DsparkError that names the parameter that cannot be served."""
@@ -62,68 +60,75 @@ class Converter:
             raise DsparkError("top_logprobs", body.top_logprobs, "needs logprobs: true")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise DsparkError("max_tokens", body.max_tokens, "give it or max_completion_tokens, not both")
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        prompt = self.renderer.prompt_ids(messages)
-        limit = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-        names = {"prompt": "messages", "max_tokens": limit, "logprobs": "top_logprobs", "stop_ids": "stop_token_ids"}
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        prompt = self.renderer.prompt_ids([{"role": one.role, "content": one.text} for one in body.messages])
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return Asked(body, [prompt], self._requests(body, [prompt], None, limit, logprobs, names), names)
+        limit = body.max_tokens or body.max_completion_tokens
+        return self._asked(body, [prompt], limit, self.max_context, logprobs, names)
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if not is_unicode(prompt):
-            raise DsparkError("prompt", prompt[:60], "is not Unicode text")
-        return list(self.tokenizer(prompt).input_ids)
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise DsparkError("prompt", prompt, "is empty; give at least one token")
+        return ids
 
-    def _requests(
+    def _asked(
         self,
         body: Body,
         prompts: list[list[int]],
-        default: int | None,
-        limit: str,
+        limit: int | None,
+        default: int,
         logprobs: int | None,
         names: dict[str, str],
-    ) -> list[Request]:
-        """`n` requests for each prompt; `limit`: the name of the parameter that bounds the answer."""
+    ) -> Asked:
+        """`n` requests for each prompt, of `limit` answer tokens, or `default` of them as far as they fit."""
         if body.model is not None and body.model != self.model:
             raise DsparkError("model", body.model, f"is not served here; {self.model!r} is")
         if body.stream_options is not None and not body.stream:
             raise DsparkError("stream_options", "given", "needs stream: true")
         if len(prompts) * body.n > MAX_CHOICES:
             raise DsparkError("n", body.n, f"gives {len(prompts) * body.n} choices; at most {MAX_CHOICES} are allowed")
-        constraint, source = _constraint(body)
+        constraint, source = constraint_of(body)
         names |= {"json_schema": source, "json_object": source, "regex": source, "constraint": source}
-        wanted = getattr(body, limit)
-        stops = self._stop_ids(body)
-        requests = []
-        for prompt in prompts:
-            room = self.max_context - len(prompt)
-            if room < 1:
-                raise DsparkError("prompt", f"{len(prompt)} tokens", f"the context is {self.max_context} tokens here")
-            if wanted is not None and wanted > room:
-                raise DsparkError(
-                    "max_tokens",
-                    wanted,
-                    f"with a prompt of {len(prompt)} tokens, at most {room} fit the context of {self.max_context}",
-                )
-            for choice in range(body.n):
-                requests.append(
-                    Request(
-                        prompt_ids=prompt,
-                        max_tokens=wanted or (room if default is None else min(default, room)),
-                        sampling=_sampling(body, choice),
-                        stop_ids=stops,
-                        min_tokens=body.min_tokens,
-                        stop=_stops(body),
-                        include_stop=body.include_stop_str_in_output,
-                        logprobs=logprobs,
-                        constraint=constraint,
-                        timeout=self.timeout,
-                        speculate=body.speculate,
-                    )
-                )
-        return requests
+        try:
+            requests = []
+            for prompt in prompts:
+                request = self._request(body, prompt, limit, default, logprobs, constraint)
+                for choice in range(body.n):
+                    requests.append(replace(request, sampling=_sampling(body, choice)))
+        except DsparkError as error:
+            raise type(error)(names.get(error.field, error.field), error.value, error.remedy) from None
+        return Asked(body, prompts, requests, names)
+
+    def _request(
+        self,
+        body: Body,
+        prompt: list[int],
+        limit: int | None,
+        default: int,
+        logprobs: int | None,
+        constraint: Constraint | None,
+    ) -> Request:
+        room = self.max_context - len(prompt)
+        if room < 1:
+            raise TooLong("prompt", f"{len(prompt)} tokens", f"the context is {self.max_context} tokens here")
+        if limit is not None and limit > room:
+            remedy = f"with a prompt of {len(prompt)} tokens, at most {room} fit the context of {self.max_context}"
+            raise TooLong("max_tokens", limit, remedy)
+        return Request(
+            prompt_ids=prompt,
+            max_tokens=limit or min(default, room),
+            stop_ids=self._stop_ids(body),
+            min_tokens=body.min_tokens,
+            stop=_stops(body),
+            include_stop=body.include_stop_str_in_output,
+            logprobs=logprobs,
+            constraint=constraint,
+            timeout=self.timeout,
+            speculate=body.speculate,
+        )
 
     def _stop_ids(self, body: Body) -> frozenset[int]:
         for token in body.stop_token_ids:
@@ -171,37 +176,3 @@ def _stops(body: Body) -> tuple[str, ...]:
         if len(stop) > MAX_STOP_LENGTH:
             raise DsparkError("stop", f"{len(stop)} characters", f"at most {MAX_STOP_LENGTH} are allowed")
     return stops
-
-
-def _constraint(body: Body) -> tuple[Constraint | None, str]:
-    """The grammar that a body asks for, and the parameter that does."""
-    found: dict[str, Constraint] = {}
-    form, structured = body.response_format, body.structured_outputs
-    if form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise DsparkError("response_format.json_schema", None, "is needed for this type")
-        found["response_format"] = _schema(form.json_schema.schema_)
-    elif form is not None:
-        if form.json_schema is not None:
-            raise DsparkError("response_format.json_schema", "given", 'needs type "json_schema"')
-        if form.type == "json_object":
-            found["response_format"] = Constraint("json_object")
-    if structured is not None:
-        if structured.regex is not None:
-            found["structured_outputs.regex"] = Constraint("regex", structured.regex)
-        if structured.json_ is not None:
-            found["structured_outputs.json"] = _schema(structured.json_)
-        if structured.json_object:
-            found["structured_outputs.json_object"] = Constraint("json_object")
-    if body.guided_regex is not None:
-        found["guided_regex"] = Constraint("regex", body.guided_regex)
-    if body.guided_json is not None:
-        found["guided_json"] = _schema(body.guided_json)
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        raise DsparkError(second, "given", f"cannot be combined with {first}")
-    return (next(iter(found.values())), next(iter(found))) if found else (None, "constraint")
-
-
-def _schema(schema: dict[str, Any] | bool | str) -> Constraint:
-    return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

@@ -13,6 +13,10 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 _SHOWN = 80
 
 
+class TooLong(DsparkError):
+    """Prompt and answer do not fit the context."""
+
+
 class Refusal(Exception):
     """An answer that is an error. status: of HTTP; param: the request's parameter that is wrong, if it is one."""
 
@@ -48,7 +52,7 @@ def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal
     if isinstance(error, DsparkError):
         field = (names or {}).get(error.field, error.field)
         message = str(DsparkError(field, shown(error.value), error.remedy))
-        code = "context_length_exceeded" if error.field in ("prompt", "max_tokens") else "invalid_value"
+        code = "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value"
         return Refusal(400, message, field, code)
     if isinstance(error, QueueFull):
         return Refusal(429, f"{error}; try again later", code="queue_full", retry_after=1)

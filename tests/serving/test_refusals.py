@@ -1,0 +1,144 @@
+"""What is refused names itself, in OpenAI's form; nothing is silently ignored."""
+
+import json
+
+import pytest
+
+BOTH = {  # parameter -> a value that cannot be served
+    "temperature": [-1, "hot", True],
+    "top_p": [0, 1.5],
+    "top_k": [-2, 1.5],
+    "min_p": [-0.1, 2],
+    "presence_penalty": [3],
+    "frequency_penalty": [-2.5],
+    "repetition_penalty": [0, -1],
+    "seed": [-1, 2**63, "one"],
+    "n": [0, 129],
+    "max_tokens": [0, -1, 2.5, 254],
+    "min_tokens": [-1, 99],
+    "stop": ["", ["a", ""], 5, [str(i) for i in range(17)], "x" * 513],
+    "stop_token_ids": [[100], [-1], "2"],
+    "include_stop_str_in_output": ["yes"],
+    "ignore_eos": [1],
+    "logit_bias": [{"a": 1}, {"05": 1}, {"100": 1}, {"5": 101}, [5]],
+    "stream": ["true"],
+    "stream_options": [{"include_usage": True}],
+    "response_format": [
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_object", "json_schema": {"schema": {}}},
+    ],
+    "structured_outputs": [{"regex": "("}, {"choice": ["a"]}],
+    "guided_regex": ["(", 5],
+    "guided_json": ["{", {"type": "nonsense"}],
+    "model": ["gpt-4"],
+    "use_beam_search": [True],
+    "best_of": [2],
+    "echo": [True],
+    "length_penalty": [0.5],
+    "skip_special_tokens": [False],
+    "guided_choice": [["a", "b"]],
+    "store": [True],
+    "priority": [1],
+    "temprature": [1],
+    "return_token_ids": ["yes"],
+    "rounds": [7],
+    "speculate": [0],
+}
+COMPLETIONS = {
+    "prompt": ["", [], [[]], [100], [-1], {"a": 1}, 5, [5, "a"], "x" * 256, [[5], []]],
+    "logprobs": [21, -1, True],
+    "suffix": ["end"],
+    "tools": [[]],
+    "messages": [[]],
+}
+CHAT = {
+    "messages": [[], "hello", [{"role": "robot", "content": "a"}], [{"content": "a"}], [{"role": "user", "content": 5}]]
+    + [[{"role": "user"}], [{"role": "assistant", "content": "a"}], [{"role": "user", "content": "x" * 300}], [5]]
+    + [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]]
+    + [[{"role": "user", "content": "a", "name": "me"}], [{"role": "user", "content": "a", "size": 1}]],
+    "logprobs": [5],
+    "top_logprobs": [2],
+    "max_completion_tokens": [0, 255],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required"],
+    "functions": [[{"name": "f"}]],
+    "modalities": [["audio"]],
+    "reasoning_effort": ["high"],
+    "prompt": ["abc"],
+}
+
+
+def cases():
+    for path, own in (("completions", COMPLETIONS), ("chat/completions", CHAT)):
+        for name, values in {**BOTH, **own}.items():
+            for value in values:
+                yield pytest.param(path, name, value, id=f"{path.split('/')[0]}-{name}-{str(value)[:30]}")
+
+
+@pytest.mark.parametrize(("path", "name", "value"), cases())
+def test_a_refused_parameter_names_itself(live, path, name, value):
+    prompt = {"prompt": [5, 6, 7]} if path == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    base = {"max_tokens": 5} if name != "max_completion_tokens" else {}
+    reply = live.post(path, **{**prompt, **base, name: value})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"].replace("[", ".").split(".")[0] == name, error
+    assert error["message"].startswith(f"{error['param']} = ") and "\n" not in error["message"]
+    assert len(error["message"]) < 600
+    streamed = live.post(path, **{**prompt, **base, "stream": True, name: value})
+    if name not in ("stream", "stream_options"):
+        assert (streamed.status_code, streamed.json()["error"]) == (400, error)
+
+
+def test_where_in_a_message(live):
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": None}]
+    assert live.post("chat/completions", messages=messages).json()["error"]["param"] == "messages[1].content"
+    messages[1] = {"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}
+    assert live.post("chat/completions", messages=messages).json()["error"]["param"] == "messages[1].tool_calls"
+
+
+def test_too_long_names_both_numbers(live):
+    message = live.post(prompt=[5] * 100, max_tokens=200).json()["error"]["message"]
+    assert "200" in message and "100 tokens" in message and "156" in message
+    error = live.post("chat/completions", messages=[{"role": "user", "content": "x" * 230}], max_tokens=9).json()[
+        "error"
+    ]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_what_cannot_be_combined(live):
+    two = {"guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert live.post(prompt="a", **two).json()["error"]["param"] == "guided_regex"
+    assert live.post(prompt="a", guided_regex="a+", min_tokens=3).json()["error"]["param"] == "min_tokens"
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 4}
+    assert live.post("chat/completions", **asked).json()["error"]["param"] == "max_tokens"
+    assert live.post(prompt=[[5]] * 65, n=2, max_tokens=1).json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"prompt": "a"', b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": "\xc3"}', b'{"prompt": "\\ud800"}']
+    + [b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}', b"[" * 100_000, b"\x00"],
+)
+def test_malformed_bodies(live, body):
+    reply = live.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] in ("body", "temperature"), reply.text
+
+
+def test_content_types(live):
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+    for media in ("text/plain", "application/x-www-form-urlencoded", ""):
+        reply = live.client.post("/v1/completions", content=body, headers={"Content-Type": media} if media else {})
+        assert reply.status_code == 415 and "application/json" in reply.json()["error"]["message"]
+    media = {"Content-Type": "application/json; charset=utf-8"}
+    assert live.client.post("/v1/completions", content=body, headers=media).status_code == 200
+
+
+def test_unknown_paths_and_methods(live):
+    assert live.client.get("/v1/embeddings").json()["error"]["type"] == "not_found_error"
+    reply = live.client.get("/v1/completions")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+    assert "GET /v1/completions" in reply.json()["error"]["message"]
+    assert live.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
