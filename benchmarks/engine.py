@@ -16,6 +16,7 @@ with a bootstrap interval over turns.
 outside: wall time between the first token and the last, less the time inside target.forward and the draft's
 block_hidden, base_logits, slot_logits, confidence and write_context.
 floor: bytes of weights that a pass reads / read bandwidth (the sum of 512 MB, fastest of several).
+--storage float16 rounds the linear layers' weights once, on Transformers' side too; arithmetic stays float32.
 --cost writes the measured curves as the cost profile that other commands read.
 """
 
@@ -63,7 +64,7 @@ from dspark.decoding.request import Request
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.machine import describe_machine
-from dspark.targets.packed import weight_bytes
+from dspark.targets.packed import Storage, pack_linears, weight_bytes
 from dspark.targets.transformers import TransformersTarget, load_target
 from peers.children import NAMES, Peers, open_peers
 
@@ -80,8 +81,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.modes = args, modes_for(args.ns)
-        self.target: TransformersTarget = load_target(args.target)
+        self.target = stored_target(args.target, args.storage)
         self.draft: DSparkDraft = load_named_draft(args.draft)
+        pack_linears(self.draft, args.storage)
         if max(args.ns) > self.draft.config.gamma:
             raise DsparkError("ns", max(args.ns), f"this draft predicts blocks of 1..{self.draft.config.gamma}")
         self.questions = list(self._questions())
@@ -127,6 +129,11 @@ class Bench:
 
     def _sides(self, peers: Peers) -> dict[str, Answer]:
         hf, limit = Transformers(self.target), self.args.max_tokens
+        if self.args.storage == "float16":  # the same weights on both sides
+            for module in hf.model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    rounded = module.weight.detach().half().float()
+                    module.weight = torch.nn.Parameter(rounded, requires_grad=False)
 
         def ask_hf(question: Question) -> Run:
             [ids], sample = hf.generate([list(question.ids)], limit)
@@ -218,6 +225,16 @@ class Bench:
         profile = measure_cost(self.target, self.draft, self.context, draft_name=self.args.draft, repeats=turns)
         profile.save(self.args.cost)
         return profile.model_dump(mode="json")
+
+
+def stored_target(name: str, storage: Storage) -> TransformersTarget:
+    """A target whose linear layers are packed in `storage`."""
+    target = load_target(name, packed=storage == "float32")
+    if storage == "float16":
+        if not pack_linears(target.model, storage):
+            raise DsparkError("storage", storage, "this PyTorch cannot pack linear layers so on this machine")
+        target = TransformersTarget(target.name, target.model, target.tokenizer, packed=False)
+    return target
 
 
 def measure_rounds(engine: Engine, question: Question, max_tokens: int, spent: list[float]) -> tuple[int, float, float]:
@@ -360,6 +377,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--target", default="embedded:smollm2-135m", help="folder, hub name or the embedded target")
     parser.add_argument("--draft", default="embedded", help="draft folder, or `embedded` (the shipped one)")
+    parser.add_argument("--storage", choices=("float32", "float16"), default="float32", help="of packed linear layers")
     parser.add_argument("--data", type=Path, help="folder of JSONL prompts, or one file")
     parser.add_argument("--limit", type=int, default=8, help="prompts at most")
     parser.add_argument("--seed", type=int, default=0, help="shuffles the prompts before the limit")

@@ -82,6 +82,17 @@ def test_figures_and_table(
     assert max(map(len, table.splitlines())) <= 120
 
 
+def test_weights_stored_in_float16_are_compared_with_the_same_weights(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "BUFFER", 2**16)
+    assert benchmark.main([*options, "--storage=float16", "--max-tokens=24"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    sides = result["decode"]["sides"].values()
+    assert all(side["equal_ids"] + side["ties"] == side["answers"] for side in sides)
+    assert result["floor"]["bytes"] == 2 * (4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64) + 100 * 32)
+
+
 def test_the_clock_counts_what_is_inside_and_lets_go(target: TransformersTarget) -> None:
     ids = torch.tensor([5, 6, 7])
     with benchmark.clocked([(target, ("forward", "embed"))]) as spent:

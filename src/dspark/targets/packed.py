@@ -1,58 +1,133 @@
-"""Linear layers pre-packed for oneDNN: a pass of few rows on a CPU reads its weights at memory speed.
+"""Linear layers packed once, so that a pass of few rows on a CPU reads its weights at memory speed.
 
 `F.linear` leaves the weight in its plain layout, which costs twice as much for 8 rows as for 1 (the embedded
 target, float32, two threads). Packed once, 8 rows cost about what 1 row costs, and that is the condition under
 which speculation pays on a CPU. Passes of many rows (a prompt, a batch) are as fast packed or faster, by the
 processor: `benchmarks/decode.py --linear`. The plain weight stays beside it for whoever reads weights.
+
+Two ways to store: float32 (oneDNN), with the values of `F.linear`; float16 (FBGEMM), weights rounded once to half
+precision and widened as they are read, activations and sums in float32. Layers that read the same input (q, k, v; gate,
+up) are one matrix: fewer, larger products. docs/speed.md has the figures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeGuard
+
 import torch
 from torch import Tensor, nn
 
+Storage = Literal["float32", "float16"]
+Product = Callable[[Tensor], Tensor]
 
-def packing_available() -> bool:
-    """Whether this build of PyTorch can pack float32 linear weights for oneDNN."""
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names under which our drafts and Transformers' models keep sibling layers that are given one and the same tensor."""
+
+
+def packing_available(storage: Storage = "float32") -> bool:
+    """Whether this build of PyTorch can pack float32 linear weights so on this machine."""
+    if storage == "float16":
+        return "fbgemm" in torch.backends.quantized.supported_engines
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-class PackedLinear(nn.Module):
-    """A frozen nn.Linear with the same result: [..., in] -> [..., out]."""
+def _product(weight: Tensor, bias: Tensor | None, storage: Storage) -> Product:
+    """x [..., in] -> x @ weight.T + bias [..., out], from a packed copy of weight [out, in]."""
+    if storage == "float16":
+        half = torch.ops.quantized.linear_prepack_fp16(weight.detach(), bias)
+        run = torch.ops.quantized.linear_dynamic_fp16
+        return lambda x: run(x, half) if x.dim() > 1 else run(x[None], half)[0]
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    def __init__(self, linear: nn.Linear) -> None:
+
+class PackedLinear(nn.Module):
+    """A frozen nn.Linear: [..., in] -> [..., out]. In float16 its `weight` is what was stored, widened again."""
+
+    def __init__(self, linear: nn.Linear, storage: Storage = "float32", product: Product | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
+        self.weight, self.bias = linear.weight, linear.bias
+        if storage == "float16":
+            self.weight = nn.Parameter(linear.weight.detach().half().float(), requires_grad=False)
+        self._product = product or _product(self.weight, self.bias, storage)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return self._product(x)
 
 
-def packed(module: nn.Module) -> nn.Module:
-    """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself."""
+class _Together:
+    """Several layers of one input as one product: the first that is asked computes it, the others take their part.
+
+    It belongs to the tensor that was given, which must not be changed in place before the last part is taken; then it
+    is let go. Any other use (a part alone, twice, or from another thread) is right, only slower.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], storage: Storage) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self._product = _product(weight, torch.cat(biases) if biases else None, storage)
+        self._held: tuple[Tensor, list[Tensor | None]] | None = None
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """x [..., in] -> the output of layer `index`, contiguous."""
+        held = self._held
+        found = held[1][index] if held is not None and held[0] is x else None
+        if held is None or found is None:
+            held = self._held = x, [*self._product(x).split(self.sizes, dim=-1)]
+            found = held[1][index]
+            assert found is not None
+        held[1][index] = None
+        if not any(part is not None for part in held[1]):
+            self._held = None
+        return found.contiguous()
+
+
+def _packable(module: nn.Module, storage: Storage) -> TypeGuard[nn.Linear]:
     fits = type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
-    return PackedLinear(module) if fits and packing_available() else module  # type: ignore[arg-type]
+    return fits and packing_available(storage)
 
 
-def pack_linears(module: nn.Module) -> int:
+def packed(module: nn.Module, storage: Storage = "float32") -> nn.Module:
+    """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself."""
+    return PackedLinear(module, storage) if _packable(module, storage) else module
+
+
+def pack_linears(module: nn.Module, storage: Storage = "float32") -> int:
     """Replace the float32 CPU linear layers inside `module` by packed ones, in place.
 
-    Returns how many were replaced (0 where packing does not apply: no oneDNN, another device or dtype).
+    Returns how many were replaced (0 where packing does not apply: no oneDNN or FBGEMM, another device or dtype).
     """
     count = 0
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = packed(child)
-            if replacement is not child:
-                setattr(parent, name, replacement)
-                count += 1
+        alone = {name: child for name, child in parent.named_children() if _packable(child, storage)}
+        for names in SAME_INPUT:
+            layers = [alone[name] for name in names if name in alone]
+            if _fit_together(layers, len(names)):
+                together = _Together(layers, storage)
+                for index, name in enumerate(names):
+                    setattr(parent, name, PackedLinear(alone.pop(name), storage, partial(together.part, index)))
+                    count += 1
+        for name, child in alone.items():
+            setattr(parent, name, PackedLinear(child, storage))
+            count += 1
     return count
+
+
+def _fit_together(layers: Sequence[nn.Linear], wanted: int) -> bool:
+    """All there, of one input width, and all with a bias or all without."""
+    shapes = {(layer.in_features, layer.bias is None) for layer in layers}
+    return len(layers) == wanted and len(shapes) == 1
 
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of weights that one pass through every linear layer of `module` reads, as they are stored."""
-    layers = (m for m in module.modules() if isinstance(m, nn.Linear | PackedLinear))
-    return sum(layer.weight.nbytes for layer in layers)
+    sizes = {"float32": 4, "float16": 2}
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    return sum(
+        layer.weight.numel() * (sizes[layer.storage] if isinstance(layer, PackedLinear) else layer.weight.itemsize)
+        for layer in layers
+    )
