@@ -204,6 +204,17 @@ def test_a_failed_pass_ends_its_requests_and_no_other(target, draft, monkeypatch
     assert third.result.output_ids == plain(target, third.request).output_ids
 
 
+def test_what_was_committed_before_a_pass_failed_is_told(target, draft, monkeypatch):
+    engine = make(target, draft, 2)
+    short, long = engine.add(Request(PROMPTS[0], 2)), engine.add(Request(PROMPTS[1], 20))
+    engine.step()
+    monkeypatch.setattr(engine.proposer, "observe", lambda batch: (_ for _ in ()).throw(RuntimeError("no room")))
+    steps = engine.step()
+    assert [active for active, _ in steps][:2] == [short, long]
+    assert short.result.finish_reason == "length" and sum(len(s.new_ids) for a, s in steps if a is short) == 1
+    assert long.result.finish_reason == "error" and not engine.busy
+
+
 def test_a_request_that_fails_alone(target, draft, monkeypatch):
     """Its own processor raises: the others in the pass do not notice."""
     engine = make(target, draft, 3)

@@ -173,7 +173,7 @@ class Engine:
         try:
             self._make_room()
             if self.running:
-                steps += self._pass()
+                self._pass(steps)
         except Exception as error:
             steps += [self._end(active, "error", error) for active in self.running if not active.finished]
         for active in [active for active in self.running if active.finished]:
@@ -272,9 +272,9 @@ class Engine:
 
     # A pass
 
-    def _pass(self) -> list[tuple[Active, Step]]:
+    def _pass(self, steps: list[tuple[Active, Step]]) -> None:
         """One draft pass and one target pass: a verification block of every request in a round, and a part of the
-        prompt of those that still read theirs."""
+        prompt of those that still read theirs. What was committed is in `steps` even when something fails later."""
         ready = [active for active in self.running if not active.unread]
         proposals = self._propose(ready)
         proposed = [len(proposal.tokens) for proposal in proposals]
@@ -292,7 +292,7 @@ class Engine:
         out = self.target.forward(batch, self._taps, logits=wanted)
         rows, logits = _spans(len(ids) for _, ids in batch), out.logits.split(wanted)
         count = len(ready)
-        observed, steps = [], []
+        observed = []
         for i, (active, proposal) in enumerate(zip(ready, proposals, strict=True)):
             step = self._commit(active, logits[i], proposal, proposed[i])
             steps.append((active, step))
@@ -302,7 +302,6 @@ class Engine:
             if wanted[i] and not active.result.output_ids:
                 steps.append((active, self._commit(active, logits[i], Proposal(), None)))
         self._observe(observed, out)
-        return steps
 
     def _propose(self, ready: list[Active]) -> list[Proposal]:
         """One draft pass for the requests that speculate; the others propose nothing."""

@@ -72,7 +72,7 @@ class ServeSettings:
 
 def parse_bytes(name: str, text: str) -> int:
     """Bytes in "2GiB", "512 MB" or "100000". Raises DsparkError under `name`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
         raise DsparkError(name, text, "must be a size like 2GiB or 512MiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
@@ -222,18 +222,23 @@ def serve_command(
     serve(service, listening, settings)
 
 
-def serve(service: Service, listening: socket.socket, settings: ServeSettings) -> None:
-    """Serve until a signal ends it."""
+def ready_line(service: Service, settings: ServeSettings, url: str) -> str:
+    """What is served where, in one line."""
     engine = service.loop.engine
     drafted = "plain" if service.draft is None else f"draft {service.draft}, n = {engine.proposer.n}"
-    ready = (
-        f"serving {service.model} at {address_of(listening)} ({drafted}, {show_bytes(settings.memory)} of memory for "
+    return (
+        f"serving {service.model} at {url} ({drafted}, {show_bytes(settings.memory)} of memory for "
         f"{engine.memory.budget:,} tokens, context {engine.max_context:,}, {engine.max_batch} at once)"
     )
+
+
+def serve(service: Service, listening: socket.socket, settings: ServeSettings) -> None:
+    """Serve until a signal ends it. Raises DsparkError when somebody else has taken the port meanwhile."""
+    port = listening.getsockname()[1]
     try:
-        Server(service, settings.drain, ready).run([listening])
-    except OSError as error:  # somebody else took the port meanwhile
-        raise DsparkError("port", listening.getsockname()[1], f"cannot be listened on: {error.strerror}") from None
+        Server(service, settings.drain, ready_line(service, settings, address_of(listening))).run([listening])
+    except OSError as error:
+        raise DsparkError("port", port, f"cannot be listened on: {error.strerror}") from None
     except KeyboardInterrupt:  # uvicorn gives the signal back once everything has ended
         pass
     finally:

@@ -142,8 +142,11 @@ class EngineLoop:
     async def submit(self, requests: Sequence[Request]) -> Group:
         """Hand requests to the engine, all or none.
 
-        Raises QueueFull, Unavailable, or what the engine refused them with (DsparkError).
+        Raises QueueFull, Unavailable, or DsparkError for what can never be served.
         """
+        if len(requests) > self.capacity:
+            remedy = f"gives {len(requests)} choices in all; this server holds {self.capacity} at once"
+            raise DsparkError("n", len(requests), remedy)
         problem = self.health()
         if problem is not None:
             raise Unavailable(problem)
