@@ -85,7 +85,6 @@ def test_joining_leaving_and_making_way(target, draft, asked, expected, n, monke
         assert engine.memory.held(engine.running) <= 300
     assert [answer(active.result) for active in actives] == expected
     assert sum(active.result.preemptions for active in actives) > 0
-    assert sum(active.result.cached_tokens for active in actives) > 0
 
 
 def test_acceptance_with_a_prefix_hit_equals_acceptance_without(target, draft, prompts):
