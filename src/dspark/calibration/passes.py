@@ -19,7 +19,7 @@ COMMITTED = 2
 
 
 class Passes:
-    """`requests` requests with the same context `ids`, each after its prompt's pass; widest: tokens a pass at most.
+    """`requests` requests with the same context `ids`, read once and copied; widest: tokens a pass at most.
 
     Raises DsparkError for a context without room, or shorter than the tokens that a round commits.
     """
@@ -32,10 +32,20 @@ class Passes:
             raise DsparkError("context", f"{len(ids)} tokens", f"must be at least {COMMITTED} tokens")
         self.target, self.proposer, self.context, self.widest = target, proposer, len(ids), widest
         capacity = self.context + max(widest, proposer.n + 1, COMMITTED)
-        self.active = [self._read(index, ids, capacity) for index in range(requests)]
+        first = self._start(0, ids, capacity)
+        out = target.forward([(first.state, torch.tensor(first.ids))], proposer.taps, logits="last")
+        assert out.taps is not None  # a draft always has taps
+        proposer.observe([(first, out.taps)])
+        self._committed = out.taps[-COMMITTED:].contiguous()
+        self.active = [first, *(self._start(index, ids, capacity) for index in range(1, requests))]
+        for active in self.active:
+            if active is not first:
+                active.state.copy_prefix(first.state, self.context)
+                active.context.copy_prefix(first.context, self.context)
+            active.commit([int(out.logits[-1].argmax())])
         self._new = torch.tensor([self.active[0].ids[-1]] * widest)
 
-    def _read(self, index: int, ids: Sequence[int], capacity: int) -> Active:
+    def _start(self, index: int, ids: Sequence[int], capacity: int) -> Active:
         active = Active(
             index=index,
             request=Request(prompt_ids=list(ids)),
@@ -47,12 +57,6 @@ class Passes:
             state=self.target.new_state(capacity),
         )
         self.proposer.start(active, capacity)
-        out = self.target.forward([(active.state, torch.tensor(active.ids))], self.proposer.taps, logits="last")
-        assert out.taps is not None  # a draft always has taps
-        self.proposer.observe([(active, out.taps)])
-        active.commit([int(out.logits[-1].argmax())])
-        if index == 0:
-            self._committed = out.taps[-COMMITTED:].contiguous()
         return active
 
     @torch.inference_mode()
