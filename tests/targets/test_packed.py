@@ -49,6 +49,14 @@ def test_the_same_values_for_every_shape(storage: Storage, bias: bool) -> None:
 
 
 @torch.no_grad()
+def test_a_row_is_the_same_alone_and_among_a_few() -> None:
+    layer = packed(nn.Linear(24, 40))
+    x = torch.randn(4, 24)
+    for rows in (1, 2, 3):
+        assert torch.equal(layer(x[:rows]), layer(x)[:rows])
+
+
+@torch.no_grad()
 def test_layers_of_one_input_in_any_order_and_number() -> None:
     block = Block()
     pack_linears(block)
