@@ -244,10 +244,6 @@ class EngineLoop:
             owner = self._owners.get(active.index)
             if owner is not None:
                 events.append((owner[0], self._event(active, step, *owner, now)))
-        for key, (group, index) in list(self._owners.items()):
-            if group.actives[index].finished:  # in a pass that failed afterwards: its last step is lost
-                del self._owners[key]
-                events.append((group, Unavailable("the engine failed in the answer's last pass")))
         self.metrics.passed(self.engine)
         self._tell(self._deliver, events)
 
