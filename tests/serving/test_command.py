@@ -148,6 +148,17 @@ def test_settings_that_make_no_sense(run, arguments, options, named):
     assert "Traceback" not in err and "a b" not in err
 
 
+def test_help_shows_an_example(run):
+    code, out, _ = run("serve", "--help")
+    assert code == 0 and "Example" in out and "dspark serve --port" in out and "DSPARK_API_KEY" in out
+
+
+def test_a_server_that_is_open_to_all_says_so(run, arguments):
+    for host, said in (("0.0.0.0", True), ("127.0.0.1", False)):
+        _, _, err = run("serve", *arguments, "--port", "0", "--host", host, "--n", "8")
+        assert ("no --api-key: whoever reaches this address" in err) is said
+
+
 def test_a_privileged_port(monkeypatch):
     def refuse(self, address):
         raise PermissionError(13, "Permission denied")

@@ -4,6 +4,8 @@ clear error, rows are freed, and health is honest."""
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +226,21 @@ def test_bodies_have_a_limit(started):
 
     media = {"Content-Type": "application/json"}
     assert server.client.post("/v1/completions", content=parts(), headers=media).status_code == 413
+
+
+def test_a_client_that_leaves_while_it_sends(live, caplog):
+    host, port = live.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    tasks = live.server.server_state.tasks
+    logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+    try:
+        with socket.create_connection((host, int(port))) as sent:
+            sent.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            until(lambda: tasks)
+        until(lambda: not tasks)
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_request_ids(live):

@@ -15,6 +15,9 @@ from dspark.serving.convert import Asked
 from dspark.serving.loop import Event
 from dspark.serving.tokens import TokenTexts
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no word for (as in OpenAI's API)."""
+
 
 @dataclass
 class Piece:
@@ -107,9 +110,12 @@ class CompletionForm:
     def logprobs(self, piece: Piece, tokens: TokenTexts) -> dict[str, Any]:
         return {
             "tokens": [tokens.of(one.token)[0] for one in piece.logprobs],
-            "token_logprobs": [one.logprob for one in piece.logprobs],
+            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in piece.logprobs],
             "top_logprobs": [
-                {tokens.of(token)[0]: value for token, value in [*reversed(one.top), (one.token, one.logprob)]}
+                {
+                    tokens.of(token)[0]: max(value, LEAST_LOGPROB)
+                    for token, value in [*reversed(one.top), (one.token, one.logprob)]
+                }
                 for one in piece.logprobs
             ],
             "text_offset": piece.offsets,
@@ -136,7 +142,7 @@ class ChatForm:
     def logprobs(self, piece: Piece, tokens: TokenTexts) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
             text, raw = tokens.of(token)
-            return {"token": text, "logprob": value, "bytes": list(raw)}
+            return {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(raw)}
 
         content = [
             {**one(entry.token, entry.logprob), "top_logprobs": [one(*alternative) for alternative in entry.top]}

@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dspark.errors import DsparkError
@@ -153,6 +154,8 @@ async def _read(request: Request, kind: type[AnyBody], limit: int) -> AnyBody:
                 body += part
                 if len(body) > limit:
                     raise too_large
+    except ClientDisconnect:
+        raise _gone() from None
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds", code="body_timeout") from None
     return parse(kind, bytes(body))
@@ -202,11 +205,16 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal(499, "the client has closed the connection", code="cancelled")
+            raise _gone()
         return task.result()
     finally:
         leaving.cancel()
         task.cancel()
+
+
+def _gone() -> Refusal:
+    """For the record only: nobody reads it."""
+    return Refusal(499, "the client has closed the connection", code="cancelled")
 
 
 # What holds for every request

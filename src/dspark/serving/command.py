@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import ipaddress
 import os
 import re
 import socket
@@ -213,6 +214,8 @@ def serve_command(
         drain=drain,
     )
     listening = bind(host, port)
+    if api_key is None and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+        typer.echo("no --api-key: whoever reaches this address may use the server", err=True)
     if threads is not None:
         torch.set_num_threads(threads)
     loaded = load_target(target)

@@ -7,6 +7,7 @@ group's own queue. Nothing but finished results and copies crosses over.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ from dspark.decoding.engine import Engine, Step
 from dspark.decoding.request import Active, Request, Result, TokenLogprob
 from dspark.errors import DsparkError
 from dspark.serving.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 PAUSE = 0.01
 """Seconds between two passes that had nothing to do although requests wait."""
@@ -193,6 +196,7 @@ class EngineLoop:
                         self._step()
             self.engine.drop_all()
         except Exception as error:
+            logger.exception("the engine has failed")
             self.failure = error
             self._tell(self._fail_all, Unavailable(f"the engine has failed: {error}"))
 
@@ -255,6 +259,8 @@ class EngineLoop:
         if active.finished:
             del self._owners[active.index]
             self.metrics.finished(result, now - group.submitted)
+            if result.error is not None:
+                logger.error("a request failed", exc_info=result.error)
             if not any(one.scheduled for one in result.rounds) and result.rounds and result.error is None:
                 self.plain_tokens_per_s = len(result.output_ids) / (now - active.added)
         return Event(index, step, list(made), result if active.finished else None)
