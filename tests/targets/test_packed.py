@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from dspark.targets.packed import PackedLinear, Storage, pack_linears, packed, packing_available, weight_bytes
+from dspark.targets.packed import (
+    PackedLinear,
+    Storage,
+    exact_storage,
+    pack_linears,
+    packed,
+    packing_available,
+    weight_bytes,
+)
 from dspark.targets.transformers import TransformersTarget, load_target
 
 STORAGES: tuple[Storage, ...] = ("float32", "float16")
@@ -100,6 +108,25 @@ def test_bytes_that_a_pass_reads() -> None:
     pack_linears(block, "float16")
     assert weight_bytes(block) == 2 * values
     assert isinstance(block.o_proj, PackedLinear) and all(packing_available(storage) for storage in STORAGES)
+
+
+@torch.no_grad()
+def test_half_precision_is_chosen_where_it_loses_nothing() -> None:
+    weights = torch.randn(40, 24) * 0.5
+    weights[0] *= 1e-6  # far below half precision's smallest normal number, and below what a sum would notice
+    of_bf16 = weights.bfloat16().float()
+    assert exact_storage(of_bf16) == "float16"
+    assert exact_storage(weights) == exact_storage(of_bf16, weights) == "float32"
+    assert exact_storage(of_bf16 * 1e6) == exact_storage(torch.full((2, 2), torch.nan)) == "float32"
+    block = Block()
+    for layer in (block.q_proj, block.k_proj, block.v_proj, block.gate_proj):
+        layer.weight.copy_((4 * layer.weight).bfloat16())
+    plain = copy.deepcopy(block)
+    pack_linears(block)
+    chosen = {name: layer.storage for name, layer in block.named_children()}
+    assert [name for name, storage in chosen.items() if storage == "float16"] == ["q_proj", "k_proj", "v_proj"]
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(block(x), plain(x), rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()

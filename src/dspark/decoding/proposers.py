@@ -122,7 +122,7 @@ class DSparkProposer:
         draft = self.draft
         hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], self.width)
         base = draft.base_logits(hidden)
-        if not bool(torch.isfinite(base).all()):
+        if not math.isfinite(base.sum()):
             raise DsparkError("draft", str(hidden.dtype), "gave non-finite logits; load it in float32 or bfloat16")
         previous = torch.tensor([active.ids[-1] for active in batch])
         state = draft.markov_start(len(batch))

@@ -6,8 +6,9 @@ which speculation pays on a CPU. Passes of many rows (a prompt, a batch) are as 
 processor: `benchmarks/decode.py --linear`. The plain weight stays beside it for whoever reads weights.
 
 Two ways to store: float32 (oneDNN), with the values of `F.linear`; float16 (FBGEMM), weights rounded once to half
-precision and widened as they are read, activations and sums in float32. Layers that read the same input (q, k, v; gate,
-up) are one matrix: fewer, larger products. docs/speed.md has the figures.
+precision and widened as they are read, activations and sums in float32. Weights that half precision holds (those of
+bfloat16 checkpoints) are stored so by default: half the bytes, the same values. Layers that read the same input (q, k,
+v; gate, up) are one matrix: fewer, larger products. docs/speed.md has the figures.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ Product = Callable[[Tensor], Tensor]
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names under which our drafts and Transformers' models keep sibling layers that are given one and the same tensor."""
+
+
+def exact_storage(*weights: Tensor) -> Storage:
+    """float16 when rounding to it changes no weight by more than float32's own epsilon (2^-23) of the largest one,
+    which is what sums in float32 lose anyway; else float32."""
+    for weight in weights:
+        weight = weight.detach()
+        lost = (weight - weight.half().float()).abs_().max()
+        if not lost <= weight.abs().max() * torch.finfo(torch.float32).eps:
+            return "float32"
+    return "float16" if packing_available("float16") else "float32"
 
 
 def packing_available(storage: Storage = "float32") -> bool:
@@ -99,19 +111,25 @@ class _Together:
         return found.contiguous()
 
 
-def _packable(module: nn.Module, storage: Storage) -> TypeGuard[nn.Linear]:
+def _packable(module: nn.Module, storage: Storage | None) -> TypeGuard[nn.Linear]:
     fits = type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
-    return fits and packing_available(storage)
+    return fits and packing_available(storage or "float32")
 
 
-def packed(module: nn.Module, storage: Storage = "float32") -> nn.Module:
-    """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself."""
-    return PackedLinear(module, storage) if _packable(module, storage) else module
+def packed(module: nn.Module, storage: Storage | None = None) -> nn.Module:
+    """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself.
+
+    storage None: `exact_storage`.
+    """
+    if not _packable(module, storage):
+        return module
+    return PackedLinear(module, storage or exact_storage(module.weight))
 
 
-def pack_linears(module: nn.Module, storage: Storage = "float32") -> int:
+def pack_linears(module: nn.Module, storage: Storage | None = None) -> int:
     """Replace the float32 CPU linear layers inside `module` by packed ones, in place.
 
+    storage None: `exact_storage` of each layer, or of those that become one matrix together.
     Returns how many were replaced (0 where packing does not apply: no oneDNN or FBGEMM, another device or dtype).
     """
     count = 0
@@ -120,12 +138,13 @@ def pack_linears(module: nn.Module, storage: Storage = "float32") -> int:
         for names in SAME_INPUT:
             layers = [alone[name] for name in names if name in alone]
             if _fit_together(layers, len(names)):
-                together = _Together(layers, storage)
+                chosen = storage or exact_storage(*(layer.weight for layer in layers))
+                together = _Together(layers, chosen)
                 for index, name in enumerate(names):
-                    setattr(parent, name, PackedLinear(alone.pop(name), storage, partial(together.part, index)))
+                    setattr(parent, name, PackedLinear(alone.pop(name), chosen, partial(together.part, index)))
                     count += 1
         for name, child in alone.items():
-            setattr(parent, name, PackedLinear(child, storage))
+            setattr(parent, name, packed(child, storage))
             count += 1
     return count
 
