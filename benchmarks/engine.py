@@ -83,7 +83,8 @@ class Bench:
         self.args, self.modes = args, modes_for(args.ns)
         self.target = stored_target(args.target, args.storage)
         self.draft: DSparkDraft = load_named_draft(args.draft)
-        pack_linears(self.draft, args.storage)
+        if args.storage == "float16":  # the head's rows too; else each layer in what loses nothing
+            pack_linears(self.draft, "float16")
         if max(args.ns) > self.draft.config.gamma:
             raise DsparkError("ns", max(args.ns), f"this draft predicts blocks of 1..{self.draft.config.gamma}")
         self.questions = list(self._questions())

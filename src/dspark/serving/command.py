@@ -147,11 +147,11 @@ def _no_address(host: str, port: int, error: OSError) -> DsparkError:
 class Server(uvicorn.Server):
     """Says when it is ready; on a termination signal it takes no more requests and lets those that run end."""
 
-    def __init__(self, service: Service, drain: float, ready: str = "", http: str = "h11") -> None:
+    def __init__(self, service: Service, drain: float, ready: str = "") -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=http,
+                http="h11",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
