@@ -96,6 +96,7 @@ class Part(BaseModel):
 class StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchema(Part):
