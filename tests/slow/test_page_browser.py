@@ -209,8 +209,15 @@ def test_rounds_by_keyboard_and_pointer(page: Any) -> None:
     rounds = page.locator("#strip .round")
     assert "slot 1" in rounds.first.get_attribute("aria-label")
     assert page.locator("#strip [tabindex='0']").count() == 1, "one stop of the Tab key for the whole strip"
+    rounds.first.scroll_into_view_if_needed()
+    page.mouse.move(100, 250)  # rests there while the keys scroll rounds and tokens under it
     rounds.first.focus()
-    rounds.first.press("ArrowRight")
+    for number in range(2, rounds.count() + 1):
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(60)
+        expect(page.locator("#detail")).to_contain_text(f"Round {number}: ")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
     expect(rounds.nth(1)).to_be_focused()
     expect(page.locator("#detail")).to_contain_text("Round 2: ")
     lit = page.locator("#answer .t.lit")
