@@ -56,6 +56,7 @@ test: lint ## lint, then every test but the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## only the slow tests
+	$(PIP) install -q -c constraints.txt -e '.[slow]'
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 demo: $(STAMP) ## a real target and a real draft on this CPU: table in the terminal, page in demo.html

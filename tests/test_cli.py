@@ -14,7 +14,7 @@ from tests.decoding.conftest import draft_config
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
 
-COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "demo"]
+COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "demo", "serve"]
 
 
 @pytest.fixture(scope="session")
