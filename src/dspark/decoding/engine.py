@@ -86,7 +86,7 @@ class Engine:
         self.waiting: deque[Active] = deque()
         self.running: list[Active] = []
         self._taps = tuple(dict.fromkeys((*self.proposer.taps, *self.capture_taps)))
-        self._grammars = GrammarCompiler(target.tokenizer, target.vocab_size)
+        self.grammars = GrammarCompiler(target.tokenizer, target.vocab_size)
         self._added = 0
         self._capturing = False
 
@@ -188,7 +188,7 @@ class Engine:
         if length == 0:
             raise DsparkError("prompt", "", f"request {index} is empty; give at least one token")
         if length >= context:
-            raise DsparkError("prompt", f"{length} tokens", f"{target.name} has a context of {context} tokens here")
+            raise DsparkError("prompt", f"{length} tokens", f"the target has a context of {context} tokens here")
         self._check_ids(request)
         limit = min(request.max_tokens, context - length)
         sampling = request.sampling
@@ -201,7 +201,7 @@ class Engine:
             raise DsparkError("stop", request.stop[0], f"{target.name} has no tokenizer, so no text to find it in")
         processor = None
         if LogitsProcessor.needed(sampling, request.min_tokens, request.constraint is not None):
-            grammar = None if request.constraint is None else self._grammars.compile(request.constraint)
+            grammar = None if request.constraint is None else self.grammars.compile(request.constraint)
             processor = LogitsProcessor(sampling, request.prompt_ids, stop_ids, request.min_tokens, grammar)
         return Active(
             index=index,
@@ -223,7 +223,7 @@ class Engine:
         for name, ids in named.items():
             if ids and (min(ids) < 0 or max(ids) >= vocabulary):
                 bad = min(ids) if min(ids) < 0 else max(ids)
-                raise DsparkError(name, bad, f"token ids of {self.target.name} are 0..{vocabulary - 1}")
+                raise DsparkError(name, bad, f"token ids of the target are 0..{vocabulary - 1}")
 
     def _admit(self) -> list[tuple[Active, Step]]:
         """Let waiting requests in, first come first served, while there is room; one that cannot be let in at all (the
@@ -325,7 +325,7 @@ class Engine:
         """Verify one request's block from logits [1 + scheduled, V] and take what survives; proposed None: the
         prompt's own first token, which is no round. What goes wrong here ends this request alone."""
         try:
-            accepted, token = _verify(active, logits, proposal)
+            accepted, token = _verify_as_far_as_it_goes(active, logits, proposal)
             kept = active.commit([*proposal.tokens[:accepted], token])
             if active.request.logprobs is not None:
                 active.result.logprobs += _logprobs(logits, kept, active.request.logprobs)
@@ -379,6 +379,17 @@ def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, in
     if active.rule == "coupled":
         return verify_coupled(logits, tokens, sampling, active.seed, len(active.ids), shaped)
     return verify_rejection(logits, tokens, proposal.laws, sampling, active.seed, active.round_index, shaped)
+
+
+def _verify_as_far_as_it_goes(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, int]:
+    """As `_verify`; a request whose settings fail after some of the drafts takes one token without them, so that it
+    fails, if it does, at the token where plain decoding would."""
+    try:
+        return _verify(active, logits, proposal)
+    except Exception:
+        if not proposal.tokens:
+            raise
+        return _verify(active, logits[:1], Proposal())
 
 
 def _logprobs(logits: Tensor, kept: Sequence[int], alternatives: int) -> list[TokenLogprob]:

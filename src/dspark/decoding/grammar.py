@@ -15,6 +15,11 @@ from torch import Tensor
 
 from dspark.errors import DsparkError
 
+MAX_TEXT = 1 << 16
+"""Characters of a schema or expression: compiling takes time that grows faster than they do."""
+KEPT = 32
+"""Compiled grammars that are kept."""
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -26,15 +31,30 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer; the tokenizer's table is built on first use (a third of a second)."""
+    """Makes matchers for one tokenizer; the tokenizer's table is built on first use (a third of a second).
+
+    A server compiles in a thread of its own before the engine does: the last few are kept, and copied.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._table: Any = None
+        self._kept: dict[Constraint, GrammarState] = {}
 
     def compile(self, constraint: Constraint) -> GrammarState:
         """A fresh state at the beginning of an answer. Raises DsparkError for a schema or expression that is not one,
-        and for a tokenizer that llguidance cannot read (it needs a fast one)."""
+        is too long or matches nothing, and for a tokenizer that llguidance cannot read (it needs a fast one)."""
+        kept = self._kept.get(constraint)
+        if kept is None:
+            kept = self._compile(constraint)
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            self._kept[constraint] = kept
+        return kept.copy()
+
+    def _compile(self, constraint: Constraint) -> GrammarState:
+        if len(constraint.text) > MAX_TEXT:
+            raise DsparkError(constraint.kind, f"{len(constraint.text)} characters", f"at most {MAX_TEXT} are taken")
         grammar = _source(constraint)
         problem = LLMatcher.validate_grammar(grammar)
         if problem:
@@ -47,7 +67,11 @@ class GrammarCompiler:
         matcher = LLMatcher(self._table, grammar, log_level=0)
         if matcher.is_error():
             raise DsparkError(constraint.kind, _short(constraint.text), _short(matcher.get_error()))
-        return GrammarState(matcher, self._vocab_size)
+        state = GrammarState(matcher, self._vocab_size)
+        first = state.allowed([])
+        if first is None or not bool(first.any()):
+            raise DsparkError(constraint.kind, _short(constraint.text), "matches nothing that this tokenizer can write")
+        return state
 
 
 class GrammarState:
@@ -56,6 +80,10 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._bits = llguidance.torch.allocate_token_bitmask(1, vocab_size)
+
+    def copy(self) -> GrammarState:
+        """Another answer at the same point."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
     @property
     def ended(self) -> bool:
@@ -69,21 +97,20 @@ class GrammarState:
 
     def allowed(self, drafts: Sequence[int]) -> Tensor | None:
         """True for the ids that may follow after `drafts` [V]; None where the grammar says nothing (it is over, or
-        `drafts` left it: no such slot is ever kept)."""
-        matcher, taken = self._matcher, 0
-        try:
-            if drafts:
-                taken = matcher.try_consume_tokens(list(drafts))
-                if taken < len(drafts):
-                    return None
-            if matcher.is_stopped():
+        `drafts` left it: no such slot is ever kept). Drafts are tried on a copy: what they run into stays there.
+
+        Raises DsparkError where the grammar can go no further, or has become too large.
+        """
+        matcher = self._matcher
+        if drafts:
+            matcher = matcher.deep_copy()
+            if matcher.try_consume_tokens(list(drafts)) < len(drafts):
                 return None
-            llguidance.torch.fill_next_token_bitmask(matcher, self._bits, 0)
-            if matcher.is_error():
-                raise DsparkError("constraint", "grammar", _short(matcher.get_error()))
-        finally:
-            if taken:
-                matcher.rollback(taken)
+        if matcher.is_stopped() and not matcher.is_error():
+            return None
+        llguidance.torch.fill_next_token_bitmask(matcher, self._bits, 0)
+        if matcher.is_error():
+            raise DsparkError("constraint", "grammar", _short(matcher.get_error()))
         bits = self._bits[0].view(torch.uint8)
         spread = bits[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and_(1)
         return spread.flatten()[: self._vocab_size].bool()
@@ -95,11 +122,12 @@ def _source(constraint: Constraint) -> str:
     schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
     try:
         json.loads(schema)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DsparkError(constraint.kind, _short(schema), f"is not JSON ({error})") from error
     return str(LLMatcher.grammar_from_json_schema(schema))
 
 
 def _short(text: str) -> str:
-    first = " ".join(text.split())
+    """One line; without llguidance's dump of its state, which holds the answer."""
+    first = " ".join(text.split("<state>")[0].split())
     return first if len(first) <= 200 else first[:197] + "..."

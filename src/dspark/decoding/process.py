@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dspark.decoding.grammar import GrammarState
 from dspark.decoding.request import SamplingSettings
+from dspark.errors import DsparkError
 
 
 class LogitsProcessor:
@@ -58,7 +59,7 @@ class LogitsProcessor:
 
     def __call__(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
         """Logits [V] of the position after the committed tokens and `drafts`, changed: a new float32 [V], -inf for
-        what cannot come there (everything, when nothing that the logits allow may)."""
+        what cannot come there. Raises DsparkError when that is everything."""
         out = logits.to(torch.float32, copy=True)
         allowed = None if self._grammar is None else self._grammar.allowed(drafts)
         if allowed is not None:
@@ -68,6 +69,8 @@ class LogitsProcessor:
         if len(self._bias_ids):
             out[self._bias_ids] += self._bias
         self._penalise(out, drafts)
+        if out.max() == -math.inf:
+            raise DsparkError("settings", "this request's", "exclude every token that could come next")
         return out
 
     def _penalise(self, out: Tensor, drafts: Sequence[int]) -> None:

@@ -151,10 +151,12 @@ class DSparkProposer:
                 continue
             law = None
             if active.rule != "greedy" or active.processor is not None:
-                drawn = self._draw(active, logits[row], proposal.tokens)
-                if drawn is None:
+                try:
+                    tokens[row], law = self._draw(active, logits[row], proposal.tokens)
+                except (
+                    Exception
+                ):  # what it asks for cannot be drafted here; whether it can be answered, verifying tells
                     continue
-                tokens[row], law = drawn
             proposal.laws.append(law)
             proposal.tokens.append(-1)  # filled in below, in one go
         for proposal, token in zip(proposals, tokens.tolist(), strict=True):
@@ -162,16 +164,14 @@ class DSparkProposer:
                 proposal.tokens[slot] = token
         return tokens
 
-    def _draw(self, active: Active, logits: Tensor, drafts: Sequence[int]) -> tuple[int, Tensor | None] | None:
-        """One request's token after `drafts`, under its own settings, from logits [K]; None when nothing may follow."""
+    def _draw(self, active: Active, logits: Tensor, drafts: Sequence[int]) -> tuple[int, Tensor | None]:
+        """One request's token after `drafts`, under its own settings, from logits [K]."""
         ids = self._draft_ids
         size = None if ids is None else self.draft.config.vocab_size
         if active.processor is not None:
             if ids is not None and size is not None:
                 logits = torch.full((size,), -math.inf).index_copy_(0, ids, logits.float())
             logits, ids, size = active.shaped(logits, drafts), None, None
-            if not bool((logits > -math.inf).any()):
-                return None
         slot = len(drafts)
         position = len(active.ids) + slot
         return draft_token(

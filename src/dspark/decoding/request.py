@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,8 +53,8 @@ class SamplingSettings:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise DsparkError(name, getattr(self, name), "must be in [-2, 2]")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise DsparkError("repetition_penalty", self.repetition_penalty, "must be a finite number > 0 (1: none)")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise DsparkError("repetition_penalty", self.repetition_penalty, "must be in [0.01, 100] (1: none)")
         for token, bias in self.logit_bias:
             if not -100.0 <= bias <= 100.0:
                 raise DsparkError("logit_bias", f"{token}: {bias}", "a bias must be in [-100, 100]")
@@ -213,8 +212,9 @@ class Active:
 
     @property
     def round_index(self) -> int:
-        """Rounds done so far; the prefill's token was made in round 0."""
-        return len(self.result.rounds) + 1
+        """The round that comes next, from 1; the prompt's own token is made in round 0. Keys the noise: no two draws
+        of a request may have the same."""
+        return len(self.result.rounds) + bool(self.result.output_ids)
 
     @property
     def unread(self) -> int:

@@ -163,7 +163,7 @@ def _sampling(body: Body, choice: int) -> SamplingSettings:
 
 
 def _token(key: str) -> int:
-    if not key.isdecimal() or str(int(key)) != key:
+    if not key.isdecimal() or len(key) > 9 or str(int(key)) != key:
         raise DsparkError("logit_bias", key, 'keys are token ids, e.g. {"40": -5}')
     return int(key)
 
