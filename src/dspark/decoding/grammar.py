@@ -68,7 +68,10 @@ class GrammarCompiler:
         if matcher.is_error():
             raise DsparkError(constraint.kind, _short(constraint.text), _short(matcher.get_error()))
         state = GrammarState(matcher, self._vocab_size)
-        first = state.allowed([])
+        try:
+            first = state.allowed([])
+        except DsparkError:
+            first = None
         if first is None or not bool(first.any()):
             raise DsparkError(constraint.kind, _short(constraint.text), "matches nothing that this tokenizer can write")
         return state
