@@ -102,6 +102,25 @@ def test_what_runs_longer_than_the_drain_ends_with_an_error(process):
     assert replies[0].status_code == 503 and "shutting down" in replies[0].json()["error"]["message"]
 
 
+def test_a_second_signal_ends_everything_at_once(process):
+    server = process("--prefill-tokens", "1")
+    asked = {"prompt": [40], "max_tokens": 200, "n": 64, "ignore_eos": True, "temperature": 0}
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(server.client.post("/v1/completions", json=asked)))
+    thread.start()
+    until(lambda: re.search(r"vllm:num_requests_running\{.*\} [1-9]", server.client.get("/metrics").text))
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: not listens(server.client.base_url.port))
+    assert server.end(signal.SIGINT) == (0, "", "")
+    thread.join(20)
+    assert replies[0].status_code == 503 and "shutting down" in replies[0].json()["error"]["message"]
+
+
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_plainly(target):
     settings = ServeSettings(memory=64 << 20, prefix_cache=False)
     service = build_service(target, None, None, None, settings)
@@ -138,6 +157,9 @@ def test_a_port_in_use(run, arguments):
         (("--drain", "-1"), "drain"),
         (("--api-key", "a b"), "api_key"),
         (("--n", "8"), "n"),
+        (("--n", "3", "--no-draft"), "n"),
+        (("--no-draft",), "draft"),
+        (("--threads", "100000"), "threads"),
         (("--draft", "/no/such/draft"), "draft"),
     ],
 )

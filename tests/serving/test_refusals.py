@@ -92,6 +92,23 @@ def test_a_refused_parameter_names_itself(live, path, name, value):
         assert (streamed.status_code, streamed.json()["error"]) == (400, error)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "said"),
+    [
+        ("completions", {"prompt": "a", "max_completion_tokens": 3}, "here it is max_tokens"),
+        ("completions", {"messages": []}, "it is one of /v1/chat/completions"),
+        ("completions", {"prompt": ["a", 1]}, "must be a text, a list of texts, ids, or a list of ids"),
+        ("completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}, "is not implemented here"),
+        ("completions", {"prompt": "a", "echo": True}, "only false is taken"),
+        ("chat/completions", {"messages": []}, "messages = []: is empty"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts that are"),
+    ],
+)
+def test_what_a_refusal_says(live, path, asked, said):
+    message = live.post(path, **asked).json()["error"]["message"]
+    assert said in message and "Input should" not in message and "Extra inputs" not in message
+
+
 def test_where_in_a_message(live):
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": None}]
     assert live.post("chat/completions", messages=messages).json()["error"]["param"] == "messages[1].content"

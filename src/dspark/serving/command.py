@@ -81,9 +81,10 @@ def parse_bytes(name: str, text: str) -> int:
 
 def show_bytes(count: int) -> str:
     """Bytes for people."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 1 << power:
-            return f"{count / (1 << power):.3g} {unit}"
+            number = count / (1 << power)
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
     return f"{count} bytes"
 
 
@@ -145,7 +146,8 @@ def _no_address(host: str, port: int, error: OSError) -> DsparkError:
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready; on a termination signal it takes no more requests and lets those that run end."""
+    """Says when it is ready; on a termination signal it takes no more requests and lets those that run end. A second
+    one ends them at once, with an error."""
 
     def __init__(self, service: Service, drain: float, ready: str = "") -> None:
         super().__init__(
@@ -167,6 +169,9 @@ class Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # not uvicorn's way out, which leaves the engine's thread running
+            self._service.loop.drain(0)
+            return
         self._service.loop.drain(self._drain)
         super().handle_exit(sig, frame)
 
@@ -179,14 +184,14 @@ def address_of(listening: socket.socket) -> str:
 
 def serve_command(
     target: Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")] = EMBEDDED,
-    draft: Annotated[str, typer.Option(help="Draft folder, or `embedded` (the shipped one).")] = EMBEDDED_DRAFT,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
+    draft: Annotated[str, typer.Option(help="Draft folder, `embedded` (the shipped one), or `none`.")] = EMBEDDED_DRAFT,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding: --draft none.")] = False,
     n: Annotated[
         int | None, typer.Option("-n", "--n", help="Draft tokens a round, up to the draft's gamma (the default).")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
-    max_batch: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
+    max_batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 8,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are told to come back.")] = 64,
     memory: Annotated[str, typer.Option(help="For keys and values, of requests and the prefix cache.")] = "2GiB",
     prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in one pass.")] = 256,
@@ -195,9 +200,9 @@ def serve_command(
         str | None, typer.Option(envvar="DSPARK_API_KEY", help="Key that /v1 asks for; none by default.")
     ] = None,
     max_body: Annotated[str, typer.Option(help="Size of a request's body at most.")] = "1MiB",
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
     watchdog: Annotated[float, typer.Option(help="Seconds without a finished pass before all requests end.")] = 60.0,
-    drain: Annotated[float, typer.Option(help="Seconds to finish in after a termination signal.")] = 30.0,
+    drain: Annotated[float, typer.Option(help="Seconds to finish in after SIGTERM or Ctrl-C.")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; left as it is when not given.")] = None,
 ) -> None:
     """Serve a target and its draft over an OpenAI-compatible API, with a page to try it at /."""
@@ -213,6 +218,14 @@ def serve_command(
         watchdog=watchdog,
         drain=drain,
     )
+    no_draft = no_draft or draft == "none"
+    if no_draft and n is not None:
+        raise DsparkError("n", n, "plain decoding has no draft tokens; leave it out")
+    if no_draft and draft not in (EMBEDDED_DRAFT, "none"):
+        raise DsparkError("draft", draft, "cannot be combined with --no-draft")
+    processors = os.cpu_count()
+    if threads is not None and processors is not None and threads > processors:
+        raise DsparkError("threads", threads, f"this machine has {processors} processors")
     listening = bind(host, port)
     if api_key is None and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
         typer.echo("no --api-key: whoever reaches this address may use the server", err=True)

@@ -123,9 +123,9 @@ class EngineLoop:
         await asyncio.to_thread(self._thread.join, self.watchdog)
 
     def drain(self, seconds: float) -> None:
-        """Take no more requests; those that there are have `seconds` to end."""
-        if self._drain_until is None:
-            self._drain_until = time.monotonic() + seconds
+        """Take no more requests; those that there are have `seconds` to end. May be called again, with less."""
+        until = time.monotonic() + seconds
+        self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 
     def stalled(self) -> bool:
         """Whether there is work, and no pass has ended for `watchdog` seconds."""

@@ -6,6 +6,7 @@ and those that change no answer in OpenAI's API either (`NO_EFFECT`) at any valu
 
 from __future__ import annotations
 
+import json
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
@@ -85,6 +86,22 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_call_id": (),
     "reasoning_content": ("",),
 }
+
+ELSEWHERE = {
+    "max_completion_tokens": "here it is max_tokens",
+    "messages": "it is one of /v1/chat/completions",
+    "prompt": "it is one of /v1/completions",
+    "top_logprobs": "here logprobs is their number",
+    "input": "here it is prompt, or messages of /v1/chat/completions",
+}
+"""Parameters of other endpoints, and what to do about them."""
+
+SHAPES = {
+    "prompt": "must be a text, a list of texts, ids, or a list of ids",
+    "stop": "must be a text or a list of texts",
+    "content": "must be a text, or a list of parts that are texts",
+}
+"""What a parameter of several types may be."""
 
 
 class Part(BaseModel):
@@ -224,11 +241,12 @@ def _given(raw: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, .
         elif name in neutral:
             allowed = neutral[name]
             if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-                kept = f"; only {' or '.join(map(repr, allowed))} is taken" if allowed else ""
+                kept = f"; only {' or '.join(map(json.dumps, allowed))} is taken" if allowed else ""
                 raise DsparkError(where + name, value, f"is not implemented here, leave it out{kept}")
         elif where or name not in NO_EFFECT:
             close = get_close_matches(name, known, 1)
             remedy = f"did you mean {close[0]}?" if close else "leave it out"
+            remedy = remedy if where else ELSEWHERE.get(name, remedy)
             raise DsparkError(where + name, value, f"is no parameter of this endpoint: {remedy}")
     return given
 
@@ -238,16 +256,25 @@ def _first(error: ValidationError, raw: dict[str, Any]) -> DsparkError:
     problems = error.errors(include_url=False)
     first = problems[0]
     value: Any = raw
-    name = ""
+    name, depth = "", 0
     for part in first["loc"]:  # the names of a union's members are in it too, and they are not in the body
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
             if first["type"] == "missing" or isinstance(value, dict):
                 name += f".{part}"
-                value = None
+                value, depth = None, depth + 1
             break
+        depth += 1
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    at_same_place = [one["msg"] for one in problems if one["loc"][0] == first["loc"][0]]
-    remedy = "is needed" if first["type"] == "missing" else "; or ".join(dict.fromkeys(at_same_place))
+    messages = list(dict.fromkeys(one["msg"] for one in problems if one["loc"][:depth] == first["loc"][:depth]))
+    shape = SHAPES.get(name.rpartition(".")[2].partition("[")[0])
+    if first["type"] == "missing":
+        remedy = "is needed"
+    elif first["type"] == "extra_forbidden":
+        remedy = "is not implemented here, leave it out"
+    elif first["type"] == "too_short":
+        remedy = "is empty"
+    else:
+        remedy = shape if len(messages) > 1 and shape is not None else "; or ".join(messages)
     return DsparkError(name.removeprefix("."), value, remedy)
