@@ -47,7 +47,7 @@ from dspark.bench.compare import (
     build_engines,
     find_difference,
     modes_for,
-    render_questions,
+    read_questions,
     timed_run,
 )
 from dspark.bench.metrics import Interval, Timing, paired_speedup, summarise, tokens_per_second
@@ -57,7 +57,6 @@ from dspark.calibration.cost import measure_cost
 from dspark.calibration.passes import Passes, time_in_turns
 from dspark.checkpoints.builtin import load_named_draft
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import read_prompts
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.decoding.request import Request
@@ -95,14 +94,9 @@ class Bench:
         self.engines = build_engines(self.target, self.draft, self.modes)
 
     def _questions(self) -> Iterator[Question]:
-        renderer, left = ChatRenderer(self.target.tokenizer), self.args.limit
-        for prompt in read_prompts(self.args.data, seed=self.args.seed):
-            [question] = render_questions([prompt], renderer)
-            if len(question.ids) <= self.args.max_prompt_tokens:
-                yield question
-                left -= 1
-            if not left:
-                return
+        args, renderer = self.args, ChatRenderer(self.target.tokenizer)
+        length = args.max_prompt_tokens
+        return read_questions(args.data, renderer, seed=args.seed, limit=args.limit, max_prompt_tokens=length)
 
     # Decoding
 

@@ -34,7 +34,7 @@ import torch
 from rich.console import Console
 
 from dspark.bench.command import HelpFormatter, run_program
-from dspark.bench.compare import Question, render_questions
+from dspark.bench.compare import Question, read_questions
 from dspark.bench.throughput import (
     Answers,
     Sample,
@@ -48,7 +48,6 @@ from dspark.bench.throughput import (
     summarise,
 )
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import read_prompts
 from dspark.data.rows import Row
 from dspark.decoding.engine import PREFILL_TOKENS
 from dspark.errors import DsparkError
@@ -81,14 +80,9 @@ class Bench:
         self._hf: Transformers | None = None
 
     def _questions(self) -> Iterator[Question]:
-        renderer, left = ChatRenderer(self.target.tokenizer), self.args.limit
-        for prompt in read_prompts(self.args.data, seed=self.args.seed):
-            [question] = render_questions([prompt], renderer)
-            if len(question.ids) <= self.args.max_prompt_tokens:
-                yield question
-                left -= 1
-            if not left:
-                return
+        args, renderer = self.args, ChatRenderer(self.target.tokenizer)
+        length = args.max_prompt_tokens
+        return read_questions(args.data, renderer, seed=args.seed, limit=args.limit, max_prompt_tokens=length)
 
     @property
     def hf(self) -> Transformers:

@@ -48,6 +48,36 @@ def test_what_cannot_be_drafted_is_decoded_plainly(target, pairs, monkeypatch):
     assert result.output_ids == expected.output_ids and not any(r.proposed for r in result.rounds)
 
 
+@pytest.mark.parametrize("sampling", [SamplingSettings(), SamplingSettings(0.9, seed=4)])
+@pytest.mark.parametrize("last", range(1, 12))
+def test_what_fails_on_the_way_fails_at_the_token_where_plain_decoding_does(target, pairs, sampling, last):
+    """Drafts accepted before that stand, however far into a block they are."""
+
+    class Dead:
+        """Settings that work for `last` tokens of an answer."""
+
+        ended, made = False, 0
+
+        def __call__(self, logits, drafts):
+            if self.made + len(drafts) >= last:
+                raise DsparkError("request", "its settings", "go no further")
+            return logits
+
+        def commit(self, token):
+            self.made += 1
+
+    answers = []
+    for proposer in (make_proposer(target, None), make_proposer(target, bigram_draft(pairs), 7)):
+        engine = Engine(target, proposer)
+        active = engine.add(Request(PROMPTS[0], 30, sampling, logprobs=1))
+        active.processor = Dead()
+        while engine.busy:
+            engine.step()
+        answers.append((active.result.output_ids, [one.token for one in active.result.logprobs], active.result.text))
+        assert active.result.finish_reason == "error" and "go no further" in str(active.result.error)
+    assert answers[0] == answers[1] and len(answers[0][0]) == last
+
+
 @pytest.mark.parametrize("text", ["[a&&b]", "a" * (MAX_TEXT + 1)])
 def test_expressions_that_match_nothing_or_too_much(target, text):
     with pytest.raises(DsparkError, match="regex"):

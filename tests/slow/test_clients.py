@@ -261,7 +261,9 @@ def test_langchain_structured_output(chat, expected):
 # curl
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+@pytest.mark.skipif(
+    shutil.which("curl") is None, reason="curl is not installed; the other clients cover the same requests"
+)
 @pytest.mark.parametrize("name", ASKED)
 def test_curl(live, expected, name):
     def curl(**more):

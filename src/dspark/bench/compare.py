@@ -7,16 +7,17 @@ or speeds up in the meantime favours none of them; a warm-up of every mode is th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from dspark.bench.metrics import Acceptance, Answer, Interval, Timing, paired_speedup, summarise, tokens_per_second
 from dspark.data.chat import ChatRenderer
-from dspark.data.prompts import Prompt
+from dspark.data.prompts import Prompt, read_prompts
 from dspark.data.rows import detect_loop
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import make_proposer
@@ -59,6 +60,19 @@ def render_questions(prompts: Sequence[Prompt], renderer: ChatRenderer) -> list[
         Question(prompt.id, prompt.turns[0], renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]))
         for prompt in prompts
     ]
+
+
+def read_questions(
+    data: Path, renderer: ChatRenderer, *, seed: int, limit: int, max_prompt_tokens: int
+) -> Iterator[Question]:
+    """The first `limit` prompts under `data`, shuffled by `seed`, that are at most max_prompt_tokens long."""
+    fitting = (
+        question
+        for prompt in read_prompts(data, seed=seed)
+        for question in render_questions([prompt], renderer)
+        if len(question.ids) <= max_prompt_tokens
+    )
+    return islice(fitting, limit)
 
 
 @dataclass

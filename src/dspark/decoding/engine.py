@@ -325,8 +325,8 @@ class Engine:
         """Verify one request's block from logits [1 + scheduled, V] and take what survives; proposed None: the
         prompt's own first token, which is no round. What goes wrong here ends this request alone."""
         try:
-            accepted, token = _verify_as_far_as_it_goes(active, logits, proposal)
-            kept = active.commit([*proposal.tokens[:accepted], token])
+            accepted, own = _verify(active, logits, proposal)
+            kept = active.commit([*proposal.tokens[:accepted], *own])
             if active.request.logprobs is not None:
                 active.result.logprobs += _logprobs(logits, kept, active.request.logprobs)
         except Exception as error:
@@ -370,26 +370,33 @@ def _spans(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
-def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, int]:
-    """Apply the request's accept rule to target logits [1 + scheduled, V]: (accepted, the target's own token)."""
-    tokens, shaped = proposal.tokens, active.shaped
-    if active.rule == "greedy":
-        return verify_greedy(logits, tokens, shaped)
-    sampling = active.request.sampling
-    if active.rule == "coupled":
-        return verify_coupled(logits, tokens, sampling, active.seed, len(active.ids), shaped)
-    return verify_rejection(logits, tokens, proposal.laws, sampling, active.seed, active.round_index, shaped)
+def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, list[int]]:
+    """Apply the request's accept rule to target logits [1 + scheduled, V]: how many drafts are accepted, and the
+    target's own token.
 
+    Where the request's settings fail after accepted drafts, those stand and no token follows them: what fails is then
+    the next round's first token, as in plain decoding. Raises what fails before any draft is accepted.
+    """
+    tokens, sampling, reached = proposal.tokens, active.request.sampling, 0
 
-def _verify_as_far_as_it_goes(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, int]:
-    """As `_verify`; a request whose settings fail after some of the drafts takes one token without them, so that it
-    fails, if it does, at the token where plain decoding would."""
+    def shaped(row: Tensor, drafts: Sequence[int]) -> Tensor:
+        nonlocal reached
+        reached = len(drafts)  # a rule looks at a slot only when the drafts before it are accepted
+        return active.shaped(row, drafts)
+
     try:
-        return _verify(active, logits, proposal)
+        if active.rule == "greedy":
+            accepted, token = verify_greedy(logits, tokens, shaped)
+        elif active.rule == "coupled":
+            accepted, token = verify_coupled(logits, tokens, sampling, active.seed, len(active.ids), shaped)
+        else:
+            noise = active.seed, active.round_index
+            accepted, token = verify_rejection(logits, tokens, proposal.laws, sampling, *noise, shaped)
     except Exception:
-        if not proposal.tokens:
+        if not reached:
             raise
-        return _verify(active, logits[:1], Proposal())
+        return reached, []
+    return accepted, [token]
 
 
 def _logprobs(logits: Tensor, kept: Sequence[int], alternatives: int) -> list[TokenLogprob]:

@@ -33,7 +33,7 @@ class Constraint:
 class GrammarCompiler:
     """Makes matchers for one tokenizer; the tokenizer's table is built on first use (a third of a second).
 
-    A server compiles in a thread of its own before the engine does: the last few are kept, and copied.
+    The last few are kept, and copied: a server compiles outside the engine's thread, which then finds them.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:

@@ -70,7 +70,7 @@ class LogitsProcessor:
             out[self._bias_ids] += self._bias
         self._penalise(out, drafts)
         if out.max() == -math.inf:
-            raise DsparkError("settings", "this request's", "exclude every token that could come next")
+            raise DsparkError("request", "its settings", "exclude every token that could come next")
         return out
 
     def _penalise(self, out: Tensor, drafts: Sequence[int]) -> None:

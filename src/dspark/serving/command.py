@@ -110,6 +110,7 @@ def build_service(
     )
     tokenizer = copy.deepcopy(target.tokenizer)
     converter = Converter(target, tokenizer, engine.max_context, settings.timeout)
+    engine.grammars = converter.grammars
     loop = EngineLoop(engine, Metrics(converter.model, proposer.n), settings.max_waiting, settings.watchdog)
     name = None if draft_name is None else Path(draft_name).name
     tokens = TokenTexts(tokenizer, target.vocab_size)

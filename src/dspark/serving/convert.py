@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.data.chat import ChatRenderer
-from dspark.decoding.grammar import Constraint
+from dspark.decoding.grammar import Constraint, GrammarCompiler
 from dspark.decoding.request import Request, SamplingSettings
 from dspark.errors import DsparkError
 from dspark.serving.constraints import constraint_of
@@ -45,6 +45,7 @@ class Converter:
         self.model = Path(target.name).name  # a folder's path is nobody's business
         self.vocab_size, self.stop_ids = target.vocab_size, target.stop_ids
         self.tokenizer, self.max_context, self.timeout = tokenizer, max_context, timeout
+        self.grammars = GrammarCompiler(tokenizer, target.vocab_size)
         self.renderer = ChatRenderer(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
     def completion(self, body: CompletionBody) -> Asked:
@@ -93,6 +94,8 @@ class Converter:
         constraint, source = constraint_of(body)
         names |= {"json_schema": source, "json_object": source, "regex": source, "constraint": source}
         try:
+            if constraint is not None:
+                self.grammars.compile(constraint)  # here, so that the engine's thread has only to copy it
             requests = []
             for prompt in prompts:
                 request = self._request(body, prompt, limit, default, logprobs, constraint)

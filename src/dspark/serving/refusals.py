@@ -71,4 +71,6 @@ def ended_badly(result: Result) -> Refusal | None:
         return Refusal(504, message, code="timeout")
     if result.finish_reason == "cancelled":
         return Refusal(503, "the request was cancelled", code="cancelled")
+    if isinstance(result.error, DsparkError) and result.error.field in ("request", "constraint"):  # its own settings
+        return Refusal(400, str(result.error), code="cannot_continue")
     return Refusal(500, f"the engine failed on this request: {result.error}", code="engine_error")
