@@ -85,8 +85,8 @@ def test_emitted_law_of_two_tokens(target, draft, prompts):
     sampling = SamplingSettings(temperature=1.2, top_k=3)
     proposer = make_proposer(target, draft, 2)
     engine = Engine(target, proposer)
-    active = engine._admit(0, Request(prompts[2], 16, sampling))
-    list(engine._prefill([active], False))
+    active = engine.add(Request(prompts[2], 16, sampling))
+    engine.step()
     anchor, vocabulary = active.ids[-1], target.vocab_size
     hidden = draft.block_hidden([(active.context, anchor)], 2)
     base = draft.base_logits(hidden)
