@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from dspark.decoding.request import Request, Result
+from dspark.errors import DsparkError
+from dspark.serving.refusals import ended_badly
+
 BOTH = {  # parameter -> a value that cannot be served
     "temperature": [-1, "hot", True],
     "top_p": [0, 1.5],
@@ -28,10 +32,9 @@ BOTH = {  # parameter -> a value that cannot be served
         {"type": "json_schema"},
         {"type": "json_object", "json_schema": {"schema": {}}},
     ],
-    "structured_outputs": [{"regex": "("}, {"choice": ["a"]}],
+    "structured_outputs": [{"regex": "("}, {"choice": ["a"]}, {}, {"regex": None}, {"json_object": False}],
     "guided_regex": ["(", 5],
     "guided_json": ["{", {"type": "nonsense"}],
-    "model": ["gpt-4"],
     "use_beam_search": [True],
     "best_of": [2],
     "echo": [True],
@@ -76,7 +79,7 @@ def cases():
                 yield pytest.param(path, name, value, id=f"{path.split('/')[0]}-{name}-{str(value)[:30]}")
 
 
-@pytest.mark.parametrize(("path", "name", "value"), cases())
+@pytest.mark.parametrize(("path", "name", "value"), list(cases()))
 def test_a_refused_parameter_names_itself(live, path, name, value):
     prompt = {"prompt": [5, 6, 7]} if path == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
     base = {"max_tokens": 5} if name != "max_completion_tokens" else {}
@@ -107,6 +110,95 @@ def test_a_refused_parameter_names_itself(live, path, name, value):
 def test_what_a_refusal_says(live, path, asked, said):
     message = live.post(path, **asked).json()["error"]["message"]
     assert said in message and "Input should" not in message and "Extra inputs" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "said"),
+    [
+        ("completions", {"seed": "one"}, 'seed = "one": must be an integer'),
+        ("completions", {"temperature": True}, "temperature = true: must be a number"),
+        ("completions", {"temperature": -1}, "temperature = -1: must be a finite number >= 0 (0 is greedy)"),
+        ("completions", {"stream": 0}, "stream = 0: must be true or false"),
+        ("completions", {"n": 0}, "n = 0: must be at least 1"),
+        ("completions", {"n": 100}, "n = 100: gives 100 choices in all; this server holds 68 at once"),
+        ("completions", {"prompt": [[5]] * 65, "n": 2}, "n = 2: gives 130 choices; at most 128 are allowed"),
+        ("completions", {"prompt": [[5]] * 100}, "n = 1: gives 100 choices in all; this server holds 68 at once"),
+        ("completions", {"prompt": {"a": 1}}, 'prompt = {"a": 1}: must be a text, a list of texts, ids, or a list of'),
+        ("completions", {"prompt": [5, 100]}, "prompt = [5, 100]: 100 is no token id; they are 0..99"),
+        ("completions", {"prompt": [5] * 256}, f"prompt = {str([5] * 256)[:77]}...: has 256 tokens"),
+        ("completions", {"stop_token_ids": [3, -1]}, "stop_token_ids = [3, -1]: -1 is no token id; they are 0..99"),
+        ("completions", {"stop": ["a"] * 17}, "has 17 strings; at most 16 are allowed"),
+        ("completions", {"stop": "x" * 513}, "a string has 513 characters; at most 512 are allowed"),
+        ("completions", {"logit_bias": {"100": 1}}, 'logit_bias = {"100": 1}: "100" is no token id; keys are 0..99'),
+        ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5 = 101: must be at most 100"),
+        ("completions", {"length_penalty": 2}, "length_penalty = 2: is not implemented here, leave it out; only 1 is"),
+        ("completions", {"store": True}, "store = true: is not implemented here, leave it out; only false is taken"),
+        ("completions", {"stream_options": {"include_usage": True}}, 'stream_options = {"include_usage": true}: needs'),
+        ("completions", {"response_format": {"type": "xml"}}, 'must be "text", "json_object" or "json_schema"'),
+        ("completions", {"structured_outputs": {}}, "structured_outputs = {}: asks for nothing; give regex, json or"),
+        ("completions", {"guided_json": {"type": "x"}}, 'guided_json = {"type": "x"}: '),
+        ("completions", {"guided_regex": "a", "guided_json": {}}, "guided_json = {}: cannot be combined with guided_"),
+        ("chat/completions", {"messages": 1}, "messages = 1: must be a list"),
+        ("chat/completions", {"max_completion_tokens": 300}, "max_completion_tokens = 300: with a prompt of"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 300}]},
+            f'messages = [{{"role": "user", "content": "{"x" * 47}...: has 319 tokens',
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            'messages = [{"role": "assistant", "content": "a"}]: must end with the message to be answered',
+        ),
+    ],
+)
+def test_a_refusal_shows_what_was_given_and_says_what_would_be_right(live, path, asked, said):
+    prompt = {"prompt": [5, 6, 7]} if path == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    reply = live.post(path, **{**prompt, **asked})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the body is empty; it must be a JSON object"),
+        (b"{", "the body is not JSON: EOF while parsing an object at line 1 column 1"),
+        (b"[1]", "body = [1]: must be a JSON object"),
+        (b"null", "body = null: must be a JSON object"),
+    ],
+)
+def test_what_a_body_that_is_no_object_is_told(live, body, said):
+    reply = live.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.json()["error"]["message"] == said
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"prompt": "a", "temperature": 0, "temperature": 1}', "temperature"),
+        ('{"prompt": "a", "n": null, "n": 2}', "n"),
+        ('{"prompt": "a", "guided_json": {"properties": {"b": {}, "\\u0062": {}}}}', "b"),
+        ('{"prompt": "a", "user": "a", "user": "a"}', "user"),
+    ],
+)
+def test_a_key_that_is_given_twice(live, body, key):
+    reply = live.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, key)
+    assert error["message"] == f'"{key}" is given twice in one object; give it once'
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_another_model_is_not_found(live, path):
+    asked = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    for name in ("gpt-4", ""):
+        reply = live.post(path, model=name, **asked)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["message"] == f'model = "{name}": is not served here; "{live.model}" is'
+    assert live.post(path, model=live.model, **asked).status_code == 200
 
 
 def test_where_in_a_message(live):
@@ -159,3 +251,9 @@ def test_unknown_paths_and_methods(live):
     assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
     assert "GET /v1/completions" in reply.json()["error"]["message"]
     assert live.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_settings_that_leave_nothing_to_go_on_with():
+    error = DsparkError("request", "its settings", "exclude every token that could come next")
+    refusal = ended_badly(Result(Request([5]), finish_reason="error", error=error))
+    assert (refusal.status, refusal.message) == (400, f"the settings of this request {error.remedy}")

@@ -25,7 +25,7 @@ from dspark.errors import DsparkError
 from dspark.serving.answers import Answer, ChatForm, Choice, CompletionForm, Form
 from dspark.serving.convert import Asked, Converter
 from dspark.serving.loop import EngineLoop, Group
-from dspark.serving.refusals import Refusal, ended_badly, refused
+from dspark.serving.refusals import Refusal, as_given, ended_badly, no_model, refused, shown
 from dspark.serving.schemas import AnyBody, ChatBody, CompletionBody, parse
 from dspark.serving.stream import EventStream
 from dspark.serving.tokens import TokenTexts
@@ -103,7 +103,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != service.model:
-            raise Refusal(404, f"model {name!r} is not served here; {service.model!r} is", "model", "model_not_found")
+            raise no_model(name, service.model)
         return model_card()
 
     @app.get("/v1/engine")
@@ -142,7 +142,7 @@ async def _read(request: Request, kind: type[AnyBody], limit: int) -> AnyBody:
     """The body, read and checked. Raises Refusal or DsparkError."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise Refusal(415, f"Content-Type = {media!r}: must be application/json", "Content-Type")
+        raise Refusal(415, f"Content-Type = {shown(media)}: must be application/json", "Content-Type")
     too_large = Refusal(413, f"the body is larger than the {limit} bytes that this server takes", code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
@@ -179,8 +179,10 @@ async def _answer(request: Request, service: Service, asked: Asked, form: Form) 
             return JSONResponse(await _while_connected(request, _whole(group, answer)))
         finally:
             service.loop.release(group)
+    except DsparkError as error:
+        raise as_given(error, asked.body, asked.names) from error
     except Exception as error:
-        raise refused(error, asked.names) from error
+        raise refused(error) from error
 
 
 async def _whole(group: Group, answer: Answer) -> dict[str, Any]:

@@ -7,13 +7,15 @@ and those that change no answer in OpenAI's API either (`NO_EFFECT`) at any valu
 from __future__ import annotations
 
 import json
+import re
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails, from_json
 
 from dspark.errors import DsparkError
+from dspark.serving.refusals import Refusal
 
 NO_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
@@ -21,7 +23,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "early_stopping": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -103,6 +105,18 @@ SHAPES = {
 }
 """What a parameter of several types may be."""
 
+WANTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+"""Pydantic's kinds of errors -> what it would have taken."""
+
 
 class Part(BaseModel):
     """Of anything in a body: no other fields, no conversion of types."""
@@ -151,7 +165,7 @@ class Body(Part):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = None
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
@@ -165,6 +179,18 @@ class Body(Part):
     return_token_ids: bool = False
     rounds: bool = False
     speculate: bool = True
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def given(self, path: str, otherwise: object = None) -> object:
+        """What the client gave under a path like `messages[0].content`: the default of a parameter that it left out,
+        `otherwise` where there is nothing of that name."""
+        value: Any = self._raw
+        try:
+            for part in re.findall(r"[^.\[\]]+", path):
+                value = value[int(part) if isinstance(value, list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return getattr(self, path, otherwise)
+        return value
 
 
 class CompletionBody(Body):
@@ -202,13 +228,16 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """A body of this kind. Raises DsparkError that names the first parameter that is wrong."""
+    """A body of this kind. Raises DsparkError that names the first parameter that is wrong, and Refusal for a body that
+    is not JSON or gives a key twice."""
     try:
         raw = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise DsparkError("body", f"{len(body)} bytes", f"is not JSON: {error}") from None
+        problem = f"is not JSON: {error}" if body.strip() else "is empty; it must be a JSON object"
+        raise Refusal(400, f"the body {problem}", "body", "invalid_value") from None
     if not isinstance(raw, dict):
-        raise DsparkError("body", type(raw).__name__, "must be a JSON object")
+        raise DsparkError("body", raw, "must be a JSON object")
+    json.loads(body.decode(), object_pairs_hook=_once, parse_int=str)  # the parser above keeps the last of two
     chat = issubclass(kind, ChatBody)
     neutral = {**NEUTRAL, **(NEUTRAL_CHAT if chat else NEUTRAL_COMPLETION)}
     raw = _given(raw, _names(kind), neutral, "")
@@ -221,9 +250,20 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
             for index, message in enumerate(messages)
         ]
     try:
-        return kind.model_validate(raw)
+        read = kind.model_validate(raw)
     except ValidationError as error:
         raise _first(error, raw) from None
+    read._raw = raw
+    return read
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            message = f"{json.dumps(key, ensure_ascii=False)} is given twice in one object; give it once"
+            raise Refusal(400, message, key, "invalid_value")
+        seen.add(key)
 
 
 def _names(kind: type[BaseModel]) -> set[str]:
@@ -240,7 +280,7 @@ def _given(raw: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, .
                 given[name] = value
         elif name in neutral:
             allowed = neutral[name]
-            if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            if value is not None and not any(_same(value, one) for one in allowed):
                 kept = f"; only {' or '.join(map(json.dumps, allowed))} is taken" if allowed else ""
                 raise DsparkError(where + name, value, f"is not implemented here, leave it out{kept}")
         elif where or name not in NO_EFFECT:
@@ -249,6 +289,10 @@ def _given(raw: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, .
             remedy = remedy if where else ELSEWHERE.get(name, remedy)
             raise DsparkError(where + name, value, f"is no parameter of this endpoint: {remedy}")
     return given
+
+
+def _same(value: object, one: object) -> bool:
+    return value == one and isinstance(value, bool) == isinstance(one, bool)
 
 
 def _first(error: ValidationError, raw: dict[str, Any]) -> DsparkError:
@@ -261,13 +305,13 @@ def _first(error: ValidationError, raw: dict[str, Any]) -> DsparkError:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
-            if first["type"] == "missing" or isinstance(value, dict):
+            if first["type"] == "missing":
                 name += f".{part}"
                 value, depth = None, depth + 1
             break
         depth += 1
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    messages = list(dict.fromkeys(one["msg"] for one in problems if one["loc"][:depth] == first["loc"][:depth]))
+    wanted = list(dict.fromkeys(_wanted(one) for one in problems if one["loc"][:depth] == first["loc"][:depth]))
     shape = SHAPES.get(name.rpartition(".")[2].partition("[")[0])
     if first["type"] == "missing":
         remedy = "is needed"
@@ -276,5 +320,19 @@ def _first(error: ValidationError, raw: dict[str, Any]) -> DsparkError:
     elif first["type"] == "too_short":
         remedy = "is empty"
     else:
-        remedy = shape if len(messages) > 1 and shape is not None else "; or ".join(messages)
+        remedy = shape if len(wanted) > 1 and shape is not None else f"must be {' or '.join(wanted)}"
     return DsparkError(name.removeprefix("."), value, remedy)
+
+
+def _wanted(problem: ErrorDetails) -> str:
+    """What would be right there, in JSON's words."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "literal_error":
+            return str(context["expected"]).replace("'", '"').replace("False", "false")
+        case "greater_than_equal":
+            return f"at least {context['ge']:g}"
+        case "less_than_equal":
+            return f"at most {context['le']:g}"
+        case kind:
+            return WANTED.get(kind, problem["msg"].removeprefix("Input should be "))
