@@ -17,7 +17,10 @@ from tests.serving.conftest import events_of, until
 
 from dspark.checkpoints.native import save_draft
 from dspark.errors import DsparkError
+from dspark.serving import command
 from dspark.serving.command import ServeSettings, address_of, bind, build_service, parse_bytes, ready_line
+
+FINISHING = "finishing 1 request; Ctrl-C again stops at once\n"
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,11 @@ class Process:
     """A running `dspark serve`."""
 
     def __init__(self, *arguments):
-        command = [sys.executable, "-m", "dspark.cli", "serve", "--port", "0", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSPARK_API_KEY": ""}
+        line = [sys.executable, "-m", "dspark.cli", "serve", "--port", "0", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("DSPARK_API_KEY", None)
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        self.process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment)
         self.line = self.process.stdout.readline()
         found = re.search(r"http://\S+", self.line)
         assert found, self.line + self.process.stderr.read()
@@ -82,7 +86,8 @@ def test_it_says_what_it_serves_and_ends_gracefully(process, number):
     thread = threading.Thread(target=read)
     thread.start()
     assert first.wait(20)
-    assert server.end(number) == (0, "", "")
+    code, out, err = server.end(number)
+    assert (code, out) == (0, "") and err in ("", FINISHING)  # the answer may have ended in this moment
     thread.join(20)
     *chunks, done = events_of(b"".join(content))
     assert done == "[DONE]" and json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
@@ -111,7 +116,7 @@ def test_a_second_signal_ends_everything_at_once(process):
     until(lambda: re.search(r"vllm:num_requests_running\{.*\} [1-9]", server.client.get("/metrics").text))
     server.process.send_signal(signal.SIGINT)
     until(lambda: not listens(server.client.base_url.port))
-    assert server.end(signal.SIGINT) == (0, "", "")
+    assert server.end(signal.SIGINT) == (0, "", FINISHING)
     thread.join(20)
     assert replies[0].status_code == 503 and "shutting down" in replies[0].json()["error"]["message"]
 
@@ -133,7 +138,7 @@ def test_a_port_in_use(run, arguments):
         taken.listen()
         port = taken.getsockname()[1]
         code, _, err = run("serve", *arguments, "--port", port)
-    assert code == 2 and f"port = {port}: is in use on 127.0.0.1" in err
+    assert code == 2 and f"--port = {port}: is in use on 127.0.0.1" in err
 
 
 @pytest.mark.parametrize(
@@ -147,15 +152,16 @@ def test_a_port_in_use(run, arguments):
         (("--memory", "1KiB"), "memory"),
         (("--memory", "0"), "memory"),
         (("--memory", "900TiB"), "memory"),
-        (("--max-body", "0"), "max_body"),
-        (("--max-batch", "0"), "max_batch"),
-        (("--max-waiting", "-1"), "max_waiting"),
-        (("--prefill-tokens", "0"), "prefill_tokens"),
+        (("--max-body", "0"), "max-body"),
+        (("--max-batch", "0"), "max-batch"),
+        (("--max-waiting", "-1"), "max-waiting"),
+        (("--prefill-tokens", "0"), "prefill-tokens"),
         (("--timeout", "0"), "timeout"),
         (("--timeout", "nan"), "timeout"),
         (("--watchdog", "-1"), "watchdog"),
         (("--drain", "-1"), "drain"),
-        (("--api-key", "a b"), "api_key"),
+        (("--api-key", "a b"), "api-key"),
+        (("--api-key", ""), "api-key"),
         (("--n", "8"), "n"),
         (("--n", "3", "--no-draft"), "n"),
         (("--no-draft",), "draft"),
@@ -166,8 +172,44 @@ def test_a_port_in_use(run, arguments):
 def test_settings_that_make_no_sense(run, arguments, options, named):
     code, out, err = run("serve", *arguments, "--port", "0", *options)
     assert code == 2 and not out
-    assert err.startswith(f"error: {named}") or f"{named} = " in err
+    assert err.startswith(f"error: --{named} = ")
     assert "Traceback" not in err and "a b" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--memory", "1KiB"), "--memory = '1KiB': holds "),
+        (("--max-body", "0"), "--max-body = '0': must be at least 1"),
+        (("--max-batch", "0"), "--max-batch = 0: must be at least 1"),
+        (("-n", "8"), "--n = 8: this draft was trained for blocks of 7 predictions; use 1..7"),
+        (("--timeout", "nan"), "--timeout = nan: must be a number of seconds above 0"),
+    ],
+)
+def test_an_option_is_named_and_shown_as_it_was_typed(run, arguments, options, said):
+    _, _, err = run("serve", *arguments, "--port", "0", *options)
+    assert err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("options", [("--draft", "/no/such/draft"), ("--n", "8")])
+def test_what_is_wrong_with_the_draft_is_said_before_the_target_is_loaded(run, arguments, monkeypatch, options):
+    monkeypatch.setattr(command, "load_target", lambda name: pytest.fail("loaded"))
+    assert run("serve", *arguments, "--port", "0", *options)[0] == 2
+
+
+def test_the_command_starts_without_what_only_a_compiler_needs():
+    assert "dspark.cli" in sys.modules and "llguidance.torch" not in sys.modules  # two seconds of every start
+
+
+def test_a_key_from_the_environment(run, arguments, monkeypatch):
+    monkeypatch.setenv("DSPARK_API_KEY", "")
+    code, _, err = run("serve", *arguments, "--port", "0")
+    assert code == 2 and err.startswith("error: DSPARK_API_KEY = '': is set but empty")
+    code, _, err = run("serve", *arguments, "--port", "0", "--api-key", "right", "--n", "8")
+    assert code == 2 and err.startswith("error: --n")  # the option goes first
+    monkeypatch.setenv("DSPARK_API_KEY", "a b")
+    code, _, err = run("serve", *arguments, "--port", "0")
+    assert code == 2 and err == "error: DSPARK_API_KEY = '***': must be printable ASCII without spaces\n"
 
 
 def test_help_shows_an_example(run):

@@ -8,6 +8,9 @@ import ipaddress
 import os
 import re
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,7 +22,7 @@ import uvicorn
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, load_named_draft
 from dspark.decoding.engine import Engine
-from dspark.decoding.proposers import make_proposer
+from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.serving.api import Service, create_app
@@ -34,6 +37,7 @@ from dspark.targets.transformers import load_target
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+KEY_VARIABLE = "DSPARK_API_KEY"
 LEAST_TOKENS = 64
 """Tokens of memory without which a server makes no sense."""
 
@@ -169,6 +173,14 @@ class Server(uvicorn.Server):
         if self._ready:
             print(self._ready, flush=True)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        running = self._service.loop.unanswered
+        if running:
+            with suppress(OSError):  # the terminal may have gone
+                what = "1 request" if running == 1 else f"{running} requests"
+                print(f"finishing {what}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # not uvicorn's way out, which leaves the engine's thread running
             self._service.loop.drain(0)
@@ -183,7 +195,24 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@contextmanager
+def _as_typed(context: typer.Context) -> Iterator[None]:
+    """Errors about an option name it, and show its value, as they were typed."""
+    try:
+        yield
+    except DsparkError as error:
+        options = {option.name: max(option.opts, key=len) for option in context.command.params}
+        if error.field not in options:
+            raise
+        if error.field != "api_key":
+            raise DsparkError(options[error.field], context.params[error.field], error.remedy) from error
+        source = context.get_parameter_source("api_key")
+        typed = source is not None and source.name == "COMMANDLINE"
+        raise DsparkError(options["api_key"] if typed else KEY_VARIABLE, error.value, error.remedy) from error
+
+
 def serve_command(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")] = EMBEDDED,
     draft: Annotated[str, typer.Option(help="Draft folder, `embedded` (the shipped one), or `none`.")] = EMBEDDED_DRAFT,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding: --draft none.")] = False,
@@ -198,7 +227,7 @@ def serve_command(
     prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in one pass.")] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="Keep what prompts with the same beginning share.")] = True,
     api_key: Annotated[
-        str | None, typer.Option(envvar="DSPARK_API_KEY", help="Key that /v1 asks for; none by default.")
+        str | None, typer.Option(envvar=KEY_VARIABLE, help="Key that /v1 asks for; none by default.")
     ] = None,
     max_body: Annotated[str, typer.Option(help="Size of a request's body at most.")] = "1MiB",
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")] = 600.0,
@@ -207,36 +236,39 @@ def serve_command(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; left as it is when not given.")] = None,
 ) -> None:
     """Serve a target and its draft over an OpenAI-compatible API, with a page to try it at /."""
-    settings = ServeSettings(
-        max_batch=max_batch,
-        max_waiting=max_waiting,
-        memory=parse_bytes("memory", memory),
-        prefill_tokens=prefill_tokens,
-        prefix_cache=prefix_cache,
-        api_key=api_key,
-        max_body=parse_bytes("max_body", max_body),
-        timeout=timeout,
-        watchdog=watchdog,
-        drain=drain,
-    )
-    no_draft = no_draft or draft == "none"
-    if no_draft and n is not None:
-        raise DsparkError("n", n, "plain decoding has no draft tokens; leave it out")
-    if no_draft and draft not in (EMBEDDED_DRAFT, "none"):
-        raise DsparkError("draft", draft, "cannot be combined with --no-draft")
-    processors = os.cpu_count()
-    if threads is not None and processors is not None and threads > processors:
-        raise DsparkError("threads", threads, f"this machine has {processors} processors")
-    listening = bind(host, port)
-    if api_key is None and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
-        typer.echo("no --api-key: whoever reaches this address may use the server", err=True)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded = load_target(target)
-    service = build_service(
-        loaded, None if no_draft else load_named_draft(draft), n, None if no_draft else draft, settings
-    )
-    serve(service, listening, settings)
+    with _as_typed(context):
+        if api_key is None and os.environ.get(KEY_VARIABLE) == "":  # to Click it is as if it were not set
+            raise DsparkError(KEY_VARIABLE, "", "is set but empty; give it a key, or unset it to serve without one")
+        settings = ServeSettings(
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            memory=parse_bytes("memory", memory),
+            prefill_tokens=prefill_tokens,
+            prefix_cache=prefix_cache,
+            api_key=api_key,
+            max_body=parse_bytes("max_body", max_body),
+            timeout=timeout,
+            watchdog=watchdog,
+            drain=drain,
+        )
+        no_draft = no_draft or draft == "none"
+        if no_draft and n is not None:
+            raise DsparkError("n", n, "plain decoding has no draft tokens; leave it out")
+        if no_draft and draft not in (EMBEDDED_DRAFT, "none"):
+            raise DsparkError("draft", draft, "cannot be combined with --no-draft")
+        processors = os.cpu_count()
+        if threads is not None and processors is not None and threads > processors:
+            raise DsparkError("threads", threads, f"this machine has {processors} processors")
+        listening = bind(host, port)
+        if api_key is None and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+            typer.echo("no --api-key: whoever reaches this address may use the server", err=True)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        drafted = None if no_draft else load_named_draft(draft)
+        if drafted is not None:
+            DSparkProposer(drafted, n)  # refuses a wrong n before the target takes its time
+        service = build_service(load_target(target), drafted, n, None if no_draft else draft, settings)
+        serve(service, listening, settings)
 
 
 def ready_line(service: Service, settings: ServeSettings, url: str) -> str:

@@ -127,6 +127,11 @@ class EngineLoop:
         until = time.monotonic() + seconds
         self._drain_until = until if self._drain_until is None else min(self._drain_until, until)
 
+    @property
+    def unanswered(self) -> int:
+        """How many answers are being made or waited for; each counts once, however many choices it has."""
+        return len(self._groups)
+
     def stalled(self) -> bool:
         """Whether there is work, and no pass has ended for `watchdog` seconds."""
         beat = self._beat
