@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance.hf
-import llguidance.torch
+import llguidance.numpy
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
@@ -82,7 +82,7 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
-        self._bits = llguidance.torch.allocate_token_bitmask(1, vocab_size)
+        self._bits = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
 
     def copy(self) -> GrammarState:
         """Another answer at the same point."""
@@ -111,10 +111,10 @@ class GrammarState:
                 return None
         if matcher.is_stopped() and not matcher.is_error():
             return None
-        llguidance.torch.fill_next_token_bitmask(matcher, self._bits, 0)
+        llguidance.numpy.fill_next_token_bitmask(matcher, self._bits, 0)
         if matcher.is_error():
             raise DsparkError("constraint", "grammar", _short(matcher.get_error()))
-        bits = self._bits[0].view(torch.uint8)
+        bits = torch.from_numpy(self._bits[0]).view(torch.uint8)
         spread = bits[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)).bitwise_and_(1)
         return spread.flatten()[: self._vocab_size].bool()
 
