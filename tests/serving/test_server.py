@@ -99,7 +99,7 @@ def test_a_client_that_leaves_before_its_turn(held):
     with httpx.Client(base_url=server.url, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
         client.post("/v1/completions", json=LONG, timeout=0.3)
     passes.release()
-    until(lambda: server.metrics()['vllm:request_success_total[finished_reason="cancelled"]'] == 1)
+    until(lambda: server.metrics()['vllm:request_success_total[finished_reason="abort"]'] == 1)
     assert idle(server) and server.metrics()["vllm:generation_tokens_total"] <= 1
 
 
@@ -196,6 +196,9 @@ def test_a_request_that_takes_too_long(started, monkeypatch):
     *chunks, last = events_of(server.post(**LONG, stream=True).content)
     assert chunks and json.loads(last)["error"]["code"] == "timeout"
     assert idle(server)
+    ends = {name: count for name, count in server.metrics().items() if name.startswith("vllm:request_success_total")}
+    names = [f'vllm:request_success_total[finished_reason="{one}"]' for one in ("stop", "length", "abort", "error")]
+    assert ends == dict(zip(names, (0, 0, 2, 0), strict=True))  # vLLM's names
 
 
 def test_keys(started):
@@ -261,6 +264,9 @@ def test_models_engine_and_page(live):
     engine = live.client.get("/v1/engine").json()
     assert engine.pop("plain_tokens_per_s") > 0
     assert engine == {"target": live.model, "draft": "tiny-draft", "n": 7, "max_context": 256, "max_batch": 4}
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        head = live.client.head(path)
+        assert (head.status_code, head.content) == (200, b"") and int(head.headers["content-length"]) > 0
     page = live.client.get("/")
     assert page.headers["content-type"].startswith("text/html") and "<html" in page.text
     policy = page.headers["content-security-policy"]

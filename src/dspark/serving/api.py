@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -91,22 +92,23 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 def _add_status(app: FastAPI, service: Service) -> None:
     loop = service.loop
     engine, started = loop.engine, int(time.time())
+    readable = partial(app.api_route, methods=["GET", "HEAD"])
 
     def model_card() -> dict[str, Any]:
         card = {"id": service.model, "object": "model", "created": started, "owned_by": "dspark"}
         return {**card, "max_model_len": engine.max_context}
 
-    @app.get("/v1/models")
+    @readable("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card()]}
 
-    @app.get("/v1/models/{name:path}")
+    @readable("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != service.model:
             raise no_model(name, service.model)
         return model_card()
 
-    @app.get("/v1/engine")
+    @readable("/v1/engine")
     async def about() -> dict[str, Any]:
         return {
             "target": service.model,
@@ -117,18 +119,18 @@ def _add_status(app: FastAPI, service: Service) -> None:
             "plain_tokens_per_s": loop.plain_tokens_per_s,
         }
 
-    @app.get("/health")
+    @readable("/health")
     async def health() -> Response:
         problem = loop.health()
         if problem is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable", "reason": problem}, 503)
 
-    @app.get("/metrics")
+    @readable("/metrics")
     async def metrics() -> Response:
         return Response(loop.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/")
+    @readable("/")
     async def page() -> Response:
         path = files("dspark").joinpath("assets/serve.html")
         headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}

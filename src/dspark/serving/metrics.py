@@ -8,7 +8,8 @@ from dspark.decoding.engine import Engine, Step
 from dspark.decoding.request import Active, Result
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-REASONS = ("stop", "length", "cancelled", "timeout", "error")
+ENDS = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort", "error": "error"}
+"""How a request ended here -> vLLM's word for it."""
 _LABELS = ("model_name", "engine")
 
 
@@ -34,7 +35,7 @@ class Metrics:
         positions = Counter(name, text, (*_LABELS, "position"), registry=self.registry)
         self._positions = [positions.labels(*self._values, str(position)) for position in range(n)]
         ends = Counter("vllm:request_success", "Ended requests.", (*_LABELS, "finished_reason"), registry=self.registry)
-        self._ends = {reason: ends.labels(*self._values, reason) for reason in REASONS}
+        self._ends = {reason: ends.labels(*self._values, reason) for reason in ENDS.values()}
         self._first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
         text = "Accepted draft tokens of a round that verified some (bonus not counted)."
@@ -76,7 +77,7 @@ class Metrics:
 
     def finished(self, result: Result, seconds: float) -> None:
         """A request ended `seconds` after its arrival."""
-        self._ends[result.finish_reason or "error"].inc()
+        self._ends[ENDS[result.finish_reason or "error"]].inc()
         self._preemptions.inc(result.preemptions)
         self._whole.observe(seconds)
 
