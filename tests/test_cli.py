@@ -104,6 +104,7 @@ def refusals(tiny, draft, tmp_path):
         "missing draft": (["--target", tiny, "--draft", tmp_path / "no"], "draft"),
         "n > gamma": (["--target", tiny, "--draft", draft, "-n", "8"], "n ="),
         "n = 0": (["--target", tiny, "--draft", draft, "-n", "0"], "n ="),
+        "n without a draft": (["--target", tiny, "--draft", "none", "-n", "3"], "n = 3: plain decoding"),
         "empty prompt": (["--target", tiny, "--draft", draft, "--prompt", "  "], "prompt"),
         "long prompt": (["--target", tiny, "--draft", draft, "--prompt", long], "prompt"),
         "temperature": (["--target", tiny, "--draft", draft, "--temperature", "-1"], "temperature"),

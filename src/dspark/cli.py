@@ -117,6 +117,8 @@ def generate_command(
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
     if not prompt.strip():
         raise DsparkError("prompt", prompt, "is empty; give some text")
+    if draft == "none" and n is not None:
+        raise DsparkError("n", n, "plain decoding has no draft tokens; leave it out")
     loaded = load_target(target, DTYPES[dtype])
     drafted = None if draft == "none" else load_named_draft(draft, DTYPES[dtype])
     engine = Engine(loaded, make_proposer(loaded, drafted, n, draft_mode))
