@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -192,6 +193,28 @@ def test_a_hub_name_without_a_network_is_not_called_a_folder(monkeypatch, load, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DsparkError, match=f"target = '{name}': is neither a folder nor in the local cache, and"):
         load(name)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (OSError("no route"), "is neither a folder nor in the local cache, and the hub could not be reached"),
+        (HFValidationError("a name cannot be this"), "cannot be loaded \\(asked\\)"),
+        (None, "cannot be loaded \\(asked\\)"),
+    ],
+)
+def test_the_hub_is_asked_once_before_transformers_asks_it_many_times(monkeypatch, outcome, said):
+    def model_info(self, name, timeout):
+        if outcome is not None:
+            raise outcome
+
+    def asked(name, **kwargs):
+        raise ValueError("asked")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
+    with pytest.raises(DsparkError, match=said):
+        load_tokenizer("someone/no-such-model")
 
 
 def test_a_tokenizer_alone_needs_no_weights(tmp_path, tiny_llama_folder):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,6 +24,10 @@ from dspark.targets.packed import pack_linears
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
 transformers_logging.disable_progress_bar()  # its bars would break up ours
+
+HUB_SECONDS = 5.0
+"""Time in which the hub must answer when it is asked for a model for the first time."""
+_NO_HUB = "is neither a folder nor in the local cache, and the hub could not be reached; give a model folder"
 
 
 def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: bool = True) -> TransformersTarget:
@@ -55,13 +60,27 @@ def _loading(name: str) -> Iterator[str]:
     source = str(ensure_embedded()) if name == EMBEDDED else name
     if _looks_like_folder(source) and not Path(source).is_dir():
         raise DsparkError("target", name, "no such folder; give a model folder, a hub name or " + EMBEDDED)
+    if not Path(source).is_dir():
+        _ask_hub(name)
     try:
         yield source
     except Exception as error:  # Transformers, safetensors and the hub each raise their own kinds
         remedy = f"cannot be loaded ({_first_line(error)})"
         if isinstance(error.__cause__, LocalEntryNotFoundError):
-            remedy = "is neither a folder nor in the local cache, and the hub could not be reached; give a model folder"
+            remedy = _NO_HUB
         raise DsparkError("target", name, remedy) from error
+
+
+def _ask_hub(name: str) -> None:
+    """Raises DsparkError when `name` is not in the cache and no hub answers; Transformers would ask six times, in
+    half a minute. What the hub has to say about the name is left to Transformers."""
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, ValueError):  # it answers, or the name cannot be one
+        return
+    except Exception as error:  # whatever its HTTP library raises
+        raise DsparkError("target", name, _NO_HUB) from error
 
 
 def _looks_like_folder(name: str) -> bool:
