@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dspark.decoding.text import HALF_CHARACTER, TextStream, decode, token_pieces
 
@@ -37,6 +41,71 @@ def test_any_split_gives_the_same_text(byte_tokenizer: Any, text: str, cuts: lis
         start = end
     assert "".join([*out, stream.flush()]) == text + TEXT
     assert not any(piece.endswith(HALF_CHARACTER) for piece in out) or HALF_CHARACTER in text
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.ids = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.ids += len(ids)
+        return str(self.tokenizer.decode(ids, **options))
+
+
+def byte_ids(tokenizer: Any, raw: bytes) -> list[int]:
+    """One id for each byte, whether they make characters or not."""
+    names = bytes_to_unicode()
+    return [tokenizer.convert_tokens_to_ids(names[byte]) for byte in raw]
+
+
+@pytest.mark.parametrize("garbage", [b"\x80", b"\xe2\x82", b"\xf0\x9f\x99", b"\xf0", b"\xf0\x9f\x99\xe2\x82\xc3"])
+@pytest.mark.parametrize("before", ["", "a", "\u00e9 "])
+def test_bytes_that_are_no_text_take_no_more_work_each_the_more_they_are(
+    byte_tokenizer: Any, garbage: bytes, before: str
+) -> None:
+    ids = byte_ids(byte_tokenizer, before.encode() + garbage * 1000 + "\N{PARTY POPPER}".encode())
+    counting = Counting(byte_tokenizer)
+    stream = TextStream(counting)
+    text = "".join(stream.push([one]) for one in ids) + stream.flush()
+    assert text == decode(byte_tokenizer, ids)
+    assert counting.ids < 60 * len(ids)
+
+
+@pytest.mark.parametrize("before", ["", "a", "\u00e9"])
+@pytest.mark.parametrize("half", [b"", b"\xf0\x9f"])
+def test_special_tokens_without_end_take_no_more_work_each(byte_tokenizer: Any, before: str, half: bytes) -> None:
+    ids = byte_ids(byte_tokenizer, before.encode() + half) + [byte_tokenizer.eos_token_id] * 2000
+    ids += byte_ids(byte_tokenizer, b"\x8e\x89b")
+    counting = Counting(byte_tokenizer)
+    stream = TextStream(counting)
+    text = "".join(stream.push([one]) for one in ids) + stream.flush()
+    assert text == decode(byte_tokenizer, ids)
+    assert counting.ids < 50 * len(ids)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.sampled_from([b"\x80", b"\xe2\x82", b"\xf0\x9f\x8e", b"\xe2\x82\xac", b"\xed\xa0", b"a", b"\xff"]),
+            st.integers(1, 70),
+        ),
+        max_size=5,
+    )
+)
+def test_any_bytes_give_the_text_of_all_of_them(byte_tokenizer: Any, runs: list[tuple[bytes, int]]) -> None:
+    ids = byte_ids(byte_tokenizer, b"".join(raw * times for raw, times in runs))
+    assert "".join(token_pieces(byte_tokenizer, ids)) == decode(byte_tokenizer, ids)
+
+
+@pytest.mark.parametrize("raw", [b"\x80" + "中".encode() * 40, b"\x80" * 200, b"\x80" * 40 + "中".encode() * 40])
+def test_a_tokenizer_that_judges_a_run_of_bytes_as_a_whole(raw: bytes) -> None:
+    tokens = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokens.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens)
+    assert "".join(token_pieces(tokenizer, list(raw))) == decode(tokenizer, list(raw)) == HALF_CHARACTER * len(raw)
 
 
 def test_special_tokens_are_no_text(byte_tokenizer: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 HALF_CHARACTER = "\ufffd"  # what a tokenizer gives for UTF-8 bytes that are not complete (yet)
+WAIT = 32
+"""Ids without certain text after which it is seen whether they wait for anything."""
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -19,7 +21,7 @@ class TextStream:
     The text of a token depends on its neighbours, so a window that begins with the last piece of certain text is
     decoded with the new ids after it. What is not yet certain (a replacement character at the end: the first bytes of
     a longer character) waits for the ids that complete it. The pieces of any split of the ids join to
-    `decode(all ids)`.
+    `decode(all ids)`. The work an id takes does not grow with the answer: see `_shorten`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -36,13 +38,41 @@ class TextStream:
         self._ids.append(token)
         text = decode(self._tokenizer, self._ids)
         if text.endswith(HALF_CHARACTER) or not text.startswith(self._shown):
-            return ""  # half a character, or a tokenizer that rewrites its last one: wait for what follows
+            return self._shorten()  # half a character, or a tokenizer that rewrites its last one: wait for what follows
         piece = text[len(self._shown) :]
-        if piece:
-            del self._ids[: self._certain]
-            self._certain = len(self._ids)
-            self._shown = decode(self._tokenizer, self._ids)
+        if not piece:
+            return self._shorten()
+        del self._ids[: self._certain]
+        self._certain = len(self._ids)
+        self._shown = decode(self._tokenizer, self._ids)
         return piece
+
+    def _shorten(self) -> str:
+        """Keep the window short where nothing becomes certain, as bytes that are no text and special tokens can do for
+        thousands of ids; give the text that is certain all the same.
+
+        A special token leaves the window, as it leaves every text. Of WAIT ids that wait, the first ones have their
+        text when it is theirs alone: the window splits there, and did so before each of the last three ids. (A
+        character has four bytes; what stays after the split has more, so nothing that follows reaches back over it.)
+        """
+        tokenizer, ids = self._tokenizer, self._ids
+        last = ids[-1:]
+        if not decode(tokenizer, last) and tokenizer.decode(last, skip_special_tokens=False):
+            ids.pop()
+            return ""
+        if (len(ids) - self._certain) % WAIT:
+            return ""
+        for split in range(len(ids) - 8, len(ids) - 12, -1):
+            text = decode(tokenizer, ids[:split])
+            if text.startswith(self._shown) and all(
+                decode(tokenizer, ids[:end]) == text + decode(tokenizer, ids[split:end])
+                for end in range(len(ids) - 3, len(ids) + 1)
+            ):
+                piece = text[len(self._shown) :]
+                del ids[:split]
+                self._certain, self._shown = 0, ""
+                return piece
+        return ""
 
     def flush(self) -> str:
         """The end of the answer: whatever was held back, replacement characters included."""
