@@ -128,6 +128,7 @@ def test_what_a_refusal_says(live, path, asked, said):
         ("completions", {"prompt": [5] * 256}, f"prompt = {str([5] * 256)[:77]}...: has 256 tokens"),
         ("completions", {"stop_token_ids": [3, -1]}, "stop_token_ids = [3, -1]: -1 is no token id; they are 0..99"),
         ("completions", {"stop": ["a"] * 17}, "has 17 strings; at most 16 are allowed"),
+        ("completions", {"stop": ["a", "b\ufffd"]}, 'stop = ["a", "b\ufffd"]: U+FFFD stands for bytes that are no'),
         ("completions", {"stop": "x" * 513}, "a string has 513 characters; at most 512 are allowed"),
         ("completions", {"logit_bias": {"100": 1}}, 'logit_bias = {"100": 1}: "100" is no token id; keys are 0..99'),
         ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5 = 101: must be at most 100"),

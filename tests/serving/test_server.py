@@ -246,6 +246,30 @@ def test_a_client_that_leaves_while_it_sends(live, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("drip", [False, True])
+def test_a_body_that_does_not_arrive_ends_the_connection(live, monkeypatch, drip):
+    monkeypatch.setattr("dspark.serving.api.BODY_SECONDS", 0.3)
+    host, port = live.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    began, received = time.monotonic(), b""
+    with socket.create_connection((host, int(port)), timeout=0.1) as sent:
+        sent.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        while time.monotonic() - began < 3:
+            try:
+                if drip:
+                    sent.sendall(b" ")
+                part = sent.recv(4096)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            received += part
+            if not part:
+                break
+    assert time.monotonic() - began < 3
+    assert received.startswith(b"HTTP/1.1 408") and b"within 0.3 seconds" in received
+
+
 def test_request_ids(live):
     reply = live.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "my-id_7"})
     assert reply.headers["x-request-id"] == "my-id_7" and reply.json()["id"] == "cmpl-my-id_7"

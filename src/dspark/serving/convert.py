@@ -10,6 +10,7 @@ from typing import Any
 from dspark.data.chat import ChatRenderer
 from dspark.decoding.grammar import Constraint, GrammarCompiler
 from dspark.decoding.request import Request, SamplingSettings
+from dspark.decoding.text import HALF_CHARACTER
 from dspark.errors import DsparkError
 from dspark.serving.constraints import constraint_of
 from dspark.serving.refusals import TooLong, as_given, no_model, shown
@@ -192,5 +193,8 @@ def _stops(body: Body) -> tuple[str, ...]:
     for stop in stops:
         if len(stop) > MAX_STOP_LENGTH:
             remedy = f"a string has {len(stop)} characters; at most {MAX_STOP_LENGTH} are allowed"
+            raise DsparkError("stop", body.stop, remedy)
+        if HALF_CHARACTER in stop:
+            remedy = "U+FFFD stands for bytes that are no character, and cannot be waited for; leave it out"
             raise DsparkError("stop", body.stop, remedy)
     return stops

@@ -42,6 +42,8 @@ class Refusal(Exception):
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
+        if status in (408, 413):  # the rest of the body is not waited for
+            self.headers["Connection"] = "close"
 
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
