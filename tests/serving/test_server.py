@@ -117,6 +117,8 @@ def test_the_queue_is_bounded(started, monkeypatch):
         assert third.result().status_code == 429
         assert third.result().headers["retry-after"] == "1"
         assert third.result().json()["error"]["type"] == "rate_limit_error"
+        said = "no room for 1 more: 2 of 2 requests run or wait already; try again later"
+        assert third.result().json()["error"]["message"] == said
         assert [reply.result().status_code for reply in replies] == [200, 200]
     reply = server.post(prompt=[40], n=3)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "n"  # it could never be served

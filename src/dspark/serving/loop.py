@@ -227,8 +227,9 @@ class EngineLoop:
         outcome: Exception | None = None
         engine = self.engine
         try:
-            if len(engine.waiting) + len(engine.running) + len(group.requests) > self.capacity:
-                raise QueueFull(f"{len(engine.waiting)} requests are waiting already")
+            held, new = len(engine.waiting) + len(engine.running), len(group.requests)
+            if held + new > self.capacity:
+                raise QueueFull(f"no room for {new} more: {held} of {self.capacity} requests run or wait already")
             for request in group.requests:
                 group.actives.append(engine.add(request))
         except Exception as error:  # a request that cannot be served must not end the others
