@@ -137,7 +137,16 @@ def test_what_a_refusal_says(live, path, asked, said):
         ("completions", {"stream_options": {"include_usage": True}}, 'stream_options = {"include_usage": true}: needs'),
         ("completions", {"response_format": {"type": "xml"}}, 'must be "text", "json_object" or "json_schema"'),
         ("completions", {"structured_outputs": {}}, "structured_outputs = {}: asks for nothing; give regex, json or"),
-        ("completions", {"guided_json": {"type": "x"}}, 'guided_json = {"type": "x"}: '),
+        (
+            "completions",
+            {"guided_json": {"type": "x"}},
+            'guided_json = {"type": "x"}: cannot be enforced: Invalid type: x',
+        ),
+        (
+            "completions",
+            {"structured_outputs": {"regex": "(a"}},
+            'structured_outputs.regex = "(a": cannot be enforced: in a regular expression, unclosed group',
+        ),
         ("completions", {"guided_regex": "a", "guided_json": {}}, "guided_json = {}: cannot be combined with guided_"),
         ("chat/completions", {"messages": 1}, "messages = 1: must be a list"),
         ("chat/completions", {"max_completion_tokens": 300}, "max_completion_tokens = 300: with a prompt of"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,7 +59,9 @@ class GrammarCompiler:
         grammar = _source(constraint)
         problem = LLMatcher.validate_grammar(grammar)
         if problem:
-            raise DsparkError(constraint.kind, _short(constraint.text), _short(problem))
+            raise DsparkError(
+                constraint.kind, _short(constraint.text), f"cannot be enforced: {_short(_cause(problem))}"
+            )
         if self._table is None:
             try:
                 self._table = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
@@ -128,6 +131,12 @@ def _source(constraint: Constraint) -> str:
     except (ValueError, RecursionError) as error:
         raise DsparkError(constraint.kind, _short(schema), f"is not JSON ({error})") from error
     return str(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _cause(problem: str) -> str:
+    """What is wrong with a regular expression, without the picture of where; any other problem as it is."""
+    found = re.search(r"^error: (.+)$", problem, re.MULTILINE)
+    return problem if found is None else f"in a regular expression, {found[1]}"
 
 
 def _short(text: str) -> str:
