@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
-# oneDNN and PyTorch's layer above it keep what they make for every shape and number of rows, most of a MiB each and 1024
-# of them: a server would grow by hundreds of MiB. 128 are enough for the row counts that come again and again.
+# oneDNN and PyTorch's layer above it keep what they make for every shape and number of rows, most of a MiB each and
+# 1024 of them: a server would grow by hundreds of MiB. 128 are enough for the row counts that come again and again.
 
 LEAST_ROWS = 4
 """oneDNN's float32 kernels take longer for 1, 2 or 3 rows than for 4 (AVX-512; 1.1 and 1.3 times for 1 and 2)."""
