@@ -23,7 +23,7 @@ from dspark.decoding.process import LogitsProcessor
 from dspark.decoding.proposers import NoProposer, Proposal, Proposer
 from dspark.decoding.request import Active, FinishReason, NoState, Request, Result, Round, TokenLogprob, rule_of
 from dspark.decoding.text import StopText
-from dspark.decoding.verify import verify_coupled, verify_greedy, verify_rejection
+from dspark.decoding.verify import verify_coupled, verify_greedy, verify_largest, verify_rejection
 from dspark.errors import DsparkError
 from dspark.targets.base import Target, TargetOutput
 
@@ -290,17 +290,17 @@ class Engine:
             for active, ids in zip((*ready, *reading), (*blocks, *chunks), strict=True)
         ]
         out = self.target.forward(batch, self._taps, logits=wanted)
-        rows, logits = _spans(len(ids) for _, ids in batch), out.logits.split(wanted)
+        rows, chosen = _spans(len(ids) for _, ids in batch), _spans(wanted)
         count = len(ready)
         observed = []
         for i, (active, proposal) in enumerate(zip(ready, proposals, strict=True)):
-            step = self._commit(active, logits[i], proposal, proposed[i])
+            step = self._commit(active, out, chosen[i], proposal, proposed[i])
             steps.append((active, step))
             observed.append((active, slice(rows[i].start, rows[i].start + len(step.new_ids))))
         for i, active in enumerate(reading, count):
             observed.append((active, rows[i]))
             if wanted[i] and not active.result.output_ids:
-                steps.append((active, self._commit(active, logits[i], Proposal(), None)))
+                steps.append((active, self._commit(active, out, chosen[i], Proposal(), None)))
         self._observe(observed, out)
 
     def _propose(self, ready: list[Active]) -> list[Proposal]:
@@ -321,11 +321,12 @@ class Engine:
                 budget -= count
         return reading, chunks
 
-    def _commit(self, active: Active, logits: Tensor, proposal: Proposal, proposed: int | None) -> Step:
-        """Verify one request's block from logits [1 + scheduled, V] and take what survives; proposed None: the
+    def _commit(self, active: Active, out: TargetOutput, rows: slice, proposal: Proposal, proposed: int | None) -> Step:
+        """Verify one request's block from its 1 + scheduled rows of logits and take what survives; proposed None: the
         prompt's own first token, which is no round. What goes wrong here ends this request alone."""
+        logits = out.logits[rows]
         try:
-            accepted, own = _verify(active, logits, proposal)
+            accepted, own = _verify(active, logits, proposal, None if out.best is None else out.best[rows])
             kept = active.commit([*proposal.tokens[:accepted], *own])
             if active.request.logprobs is not None:
                 active.result.logprobs += _logprobs(logits, kept, active.request.logprobs)
@@ -370,9 +371,9 @@ def _spans(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
-def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, list[int]]:
-    """Apply the request's accept rule to target logits [1 + scheduled, V]: how many drafts are accepted, and the
-    target's own token.
+def _verify(active: Active, logits: Tensor, proposal: Proposal, best: Sequence[int] | None) -> tuple[int, list[int]]:
+    """Apply the request's accept rule to target logits [1 + scheduled, V] (best: the largest of each row, where known):
+    how many drafts are accepted, and the target's own token.
 
     Where the request's settings fail after accepted drafts, those stand and no token follows them: what fails is then
     the next round's first token, as in plain decoding. Raises what fails before any draft is accepted.
@@ -385,7 +386,9 @@ def _verify(active: Active, logits: Tensor, proposal: Proposal) -> tuple[int, li
         return active.shaped(row, drafts)
 
     try:
-        if active.rule == "greedy":
+        if active.rule == "greedy" and active.processor is None and best is not None and min(best) >= 0:
+            accepted, token = verify_largest(best, tokens)
+        elif active.rule == "greedy":
             accepted, token = verify_greedy(logits, tokens, shaped)
         elif active.rule == "coupled":
             accepted, token = verify_coupled(logits, tokens, sampling, active.seed, len(active.ids), shaped)

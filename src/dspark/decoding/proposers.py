@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from dspark.decoding.compiled import CompiledDraft, compile_draft
 from dspark.decoding.request import Active
 from dspark.decoding.verify import draft_token
 from dspark.drafts.dspark import DSparkDraft
@@ -125,6 +126,11 @@ class DSparkProposer:
         if not math.isfinite(base.sum()):
             raise DsparkError("draft", str(hidden.dtype), "gave non-finite logits; load it in float32 or bfloat16")
         previous = torch.tensor([active.ids[-1] for active in batch])
+        tokens = self._greedy_tokens(batch, base, previous)
+        if tokens is not None:
+            proposals = [Proposal(row, [None] * self.n) for row in tokens.tolist()]
+            self._rate(proposals, hidden, torch.cat((previous[:, None], tokens[:, :-1]), 1))
+            return proposals
         state = draft.markov_start(len(batch))
         proposals = [Proposal() for _ in batch]
         before = []
@@ -132,12 +138,25 @@ class DSparkProposer:
             before.append(previous)
             logits, state = draft.slot_logits(base[:, slot], hidden[:, slot], previous, state)
             previous = self._choose(logits, batch, slot, proposals)
-        if self.confidence:
-            survives = draft.confidence(hidden[:, : self.n], torch.stack(before, dim=1))
-            assert survives is not None  # a draft without the head gives none, and then none is asked for
-            for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
-                proposal.confidence = row[: len(proposal.tokens)]
+        self._rate(proposals, hidden, torch.stack(before, dim=1))
         return proposals
+
+    def _greedy_tokens(self, batch: Sequence[Active], base: Tensor, previous: Tensor) -> Tensor | None:
+        """Target ids [R, n] in one call, when every request only wants the largest logit and the draft is compiled."""
+        if not isinstance(self.draft.compiled, CompiledDraft):
+            return None
+        if any(active.rule != "greedy" or active.processor is not None for active in batch):
+            return None
+        return self.draft.compiled.greedy_tokens(base[:, : self.n], previous)
+
+    def _rate(self, proposals: list[Proposal], hidden: Tensor, before: Tensor) -> None:
+        """Fill in the confidences, if wanted, from hidden [R, >= n, d] and the tokens before each slot [R, n]."""
+        if not self.confidence:
+            return
+        survives = self.draft.confidence(hidden[:, : self.n], before)
+        assert survives is not None  # a draft without the head gives none, and then none is asked for
+        for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
+            proposal.confidence = row[: len(proposal.tokens)]
 
     def _choose(self, logits: Tensor, batch: Sequence[Active], slot: int, proposals: list[Proposal]) -> Tensor:
         """Pick one token a request from logits [R, K]; returns them as target ids [R].
@@ -196,6 +215,9 @@ def make_proposer(
     draft.config.check_target(None, target.num_layers, target.hidden_size, target.vocab_size)
     draft.eval().requires_grad_(False)
     draft.bind(target.embedding_weight, target.head_weight)
-    pack_linears(draft)
+    draft.compiled = draft.compiled or compile_draft(draft)
+    for part in (draft.markov_head,) if draft.compiled else (draft,):  # what runs compiled is packed already
+        if part is not None:
+            pack_linears(part)
     draft.head = packed(draft.head)  # lent by the target, so not inside the draft
     return DSparkProposer(draft, n, mode, confidence)

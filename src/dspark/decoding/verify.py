@@ -68,6 +68,12 @@ def draft_token(
     raise ValueError(f"unknown accept rule {rule!r}")
 
 
+def verify_largest(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
+    """`verify_greedy` of a request that changes nothing in logits, from the id of the largest of each row [s + 1]."""
+    accepted = next((slot for slot, draft in enumerate(drafts) if best[slot] != draft), len(drafts))
+    return accepted, best[accepted]
+
+
 def verify_greedy(target_logits: Tensor, drafts: Sequence[int], shaped: Shaped = unshaped) -> tuple[int, int]:
     """Accept the longest prefix of drafts [s] that equals the target's argmax; next is the argmax at the cut."""
     _check_rows(target_logits, drafts)

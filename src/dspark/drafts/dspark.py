@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,13 @@ class DraftContext:
     """One request's committed K/V, preallocated: keys and values [layers, kvh, capacity + scratch, hd].
 
     The scratch holds the block of the current pass, so that attention reads context and block as one slice without a
-    copy; it is never part of `length`.
+    copy; it is never part of `length`. compiled: where they lie, kept by the compiled pass until they move.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         self.keys, self.values, self.capacity = keys, values, capacity
         self.length = 0
+        self.compiled: Any = None
 
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on. Raises DsparkError when length > self.length."""
@@ -50,13 +51,23 @@ class DraftContext:
                 grown = held.new_empty(shape)
                 grown[:, :, : self.length] = held[:, :, : self.length]
                 setattr(self, name, grown)
-            self.capacity = capacity
+            self.capacity, self.compiled = capacity, None
 
     def copy_prefix(self, other: DraftContext, length: int) -> None:
         """Take the first `length` tokens of another request's context, which must hold them."""
         self.keys[:, :, :length] = other.keys[:, :, :length]
         self.values[:, :, :length] = other.values[:, :, :length]
         self.length = length
+
+
+class CompiledPasses(Protocol):
+    """The decoding passes of a frozen draft, by whoever compiled them."""
+
+    def write_context(self, batch: Sequence[tuple[DraftContext, Tensor]]) -> None:
+        """See `DSparkDraft.write_context`, which has checked the batch."""
+
+    def block_hidden(self, contexts: Sequence[DraftContext], x: Tensor, slots: int, n: int) -> Tensor:
+        """Embedded blocks x [R * slots, d] -> [R, n, d]; see `DSparkDraft.block_hidden`."""
 
 
 @dataclass
@@ -94,6 +105,7 @@ class DSparkDraft(Backbone):
             None  # [K, d]: a checkpoint's own lm_head rows, used instead of the target's
         )
         self._bound: _Bound | None = None
+        self.compiled: CompiledPasses | None = None
         self._initialise()
 
     def _initialise(self) -> None:
@@ -231,6 +243,8 @@ class DSparkDraft(Backbone):
         for context, _, end in spans:
             if end > context.capacity:
                 raise DsparkError("context", end, f"tokens do not fit the {context.capacity} this request reserved")
+        if self.compiled is not None:
+            return self.compiled.write_context(batch)
         taps = batch[0][1] if len(batch) == 1 else torch.cat([t for _, t in batch])
         states = self.context_states(taps)
         cos, sin = self._rotation([(start, end) for _, start, end in spans], states)
@@ -256,6 +270,8 @@ class DSparkDraft(Backbone):
         ids = torch.full((len(batch), slots), config.mask_token_id, dtype=torch.int64, device=self.norm.weight.device)
         ids[:, 0] = torch.tensor([anchor for _, anchor in batch], dtype=torch.int64)
         x = self.embed(ids.view(-1))
+        if self.compiled is not None:
+            return self.compiled.block_hidden(contexts, x, slots, n)
         cos, sin = self._rotation([(c.length, c.length + slots) for c in contexts], x)
         windows = [self._window(c, slots) for c in contexts] if "sliding_attention" in config.layer_types else []
         kv_heads, width, requests = config.num_key_value_heads, config.head_dim, len(batch)

@@ -33,11 +33,14 @@ class TargetOutput:
     logits: [rows, V] float, or only the rows asked for, in the same order
     taps: [rows, m * d], the asked-for layers' outputs side by side (None when no tap was asked for)
     last_hidden: [rows, d], pre_norm: the state before the target's final norm
+    best: the id of the largest logit of each row that has any, the lowest of equals; -1 where it is not finite or a
+        logit is not a number (None: not computed)
     """
 
     logits: Tensor
     taps: Tensor | None
     last_hidden: Tensor
+    best: list[int] | None = None
 
 
 class Target(Protocol):

@@ -27,11 +27,13 @@ class RequestCache:
     """One request's K/V: `capacity` tokens a layer, allocated when a layer first writes.
 
     keys, values: per layer [1, kv_heads, capacity, head_dim]; entries from `length` on are not valid.
+    compiled: where they lie, kept by the compiled pass until they move.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.compiled: Any = None
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
 
@@ -55,7 +57,7 @@ class RequestCache:
         """Make room for `capacity` tokens in all; what is held is copied."""
         if capacity <= self.capacity:
             return
-        self.capacity = capacity
+        self.capacity, self.compiled = capacity, None
         for held in (self.keys, self.values):
             for layer, tensor in enumerate(held):
                 if tensor is not None:

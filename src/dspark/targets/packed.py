@@ -1,14 +1,14 @@
 """Linear layers packed once, so that a pass of few rows on a CPU reads its weights at memory speed.
 
 `F.linear` leaves the weight in its plain layout, which costs twice as much for 8 rows as for 1 (the embedded
-target, float32, two threads). Packed once, 8 rows cost about what 1 row costs, and that is the condition under
-which speculation pays on a CPU. Passes of many rows (a prompt, a batch) are as fast packed or faster, by the
-processor: `benchmarks/decode.py --linear`. The plain weight stays beside it for whoever reads weights.
+target, float32, two threads). Packed, 8 rows cost little more than 1, and that is the condition under which
+speculation pays on a CPU. The plain weight stays beside it for whoever reads weights.
 
-Two ways to store: float32 (oneDNN), with the values of `F.linear`; float16 (FBGEMM), weights rounded once to half
-precision and widened as they are read, activations and sums in float32. Weights that half precision holds (those of
-bfloat16 checkpoints) are stored so by default: half the bytes, the same values. Layers that read the same input (q, k,
-v; gate, up) are one matrix: fewer, larger products. docs/speed.md has the figures.
+Packed by our own kernels (`dspark.kernels`) where they are built and the layer has a multiple of 32 inputs: in the
+smallest format that holds every weight exactly, widened to float32 as it is read. Otherwise by PyTorch's libraries:
+float32 (oneDNN), or float16 (FBGEMM) for weights that half precision holds. Activations and sums are float32 always.
+Layers that read the same input (q, k, v; gate, up) are one matrix: fewer, larger products. docs/speed.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeGuard
+from typing import TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
+
+from dspark.kernels.matrix import Format, pack, packable
 
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
@@ -29,7 +31,13 @@ for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 LEAST_ROWS = 4
 """oneDNN's float32 kernels take longer for 1, 2 or 3 rows than for 4 (AVX-512; 1.1 and 1.3 times for 1 and 2)."""
 
-Storage = Literal["float32", "float16"]
+Storage = Format
+STORAGES: tuple[Storage, ...] = get_args(Format)
+BYTES: dict[Storage, float] = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "q8_0": 34 / 32, "q4_1": 20 / 32
+}  # fmt: skip
+"""What a weight takes, as it is stored."""
+
 Product = Callable[[Tensor], Tensor]
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -37,8 +45,8 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def exact_storage(*weights: Tensor) -> Storage:
-    """float16 when rounding to it changes no weight by more than float32's own epsilon (2^-23) of the largest one,
-    which is what sums in float32 lose anyway; else float32."""
+    """Of PyTorch's two: float16 when rounding to it changes no weight by more than float32's own epsilon (2^-23) of the
+    largest one, which is what sums in float32 lose anyway; else float32."""
     for weight in weights:
         weight = weight.detach()
         lost = (weight - weight.half().float()).abs_().max()
@@ -48,18 +56,24 @@ def exact_storage(*weights: Tensor) -> Storage:
 
 
 def packing_available(storage: Storage = "float32") -> bool:
-    """Whether this build of PyTorch can pack float32 linear weights so on this machine."""
+    """Whether this build of PyTorch can pack float32 linear weights so on this machine (without our kernels)."""
     if storage == "float16":
         return "fbgemm" in torch.backends.quantized.supported_engines
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (
+        storage == "float32" and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
-def _product(weight: Tensor, bias: Tensor | None, storage: Storage) -> Product:
-    """x [..., in] -> x @ weight.T + bias [..., out], from a packed copy of weight [out, in]."""
+def _product(weight: Tensor, bias: Tensor | None, storage: Storage | None) -> tuple[Product, Storage]:
+    """x [..., in] -> x @ weight.T + bias [..., out], from a packed copy of weight [out, in], and how it is stored."""
+    if packable(weight):
+        matrix = pack(weight, bias, storage)
+        return matrix.multiply, matrix.format
+    storage = storage or exact_storage(weight)
     if storage == "float16":
         half = torch.ops.quantized.linear_prepack_fp16(weight.detach(), bias)
         multiply = torch.ops.quantized.linear_dynamic_fp16
-        return lambda x: multiply(x, half) if x.dim() > 1 else multiply(x[None], half)[0]
+        return (lambda x: multiply(x, half) if x.dim() > 1 else multiply(x[None], half)[0]), storage
     packed, width = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), weight.shape[1]
     padding = torch.zeros(LEAST_ROWS, width)
 
@@ -71,19 +85,30 @@ def _product(weight: Tensor, bias: Tensor | None, storage: Storage) -> Product:
         out = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
         return out[:rows].view(*x.shape[:-1], -1)
 
-    return run
+    return run, storage
+
+
+def _rounded(weight: Tensor, storage: Storage) -> Tensor:
+    """The float32 weights [out, in] that `storage` keeps; q8_0 and q4_1 are never given others than they hold."""
+    weight = weight.detach()
+    if storage == "int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return torch.where(scale > 0, (weight / scale).round() * scale, 0.0)
+    half = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(storage)
+    return weight if half is None else weight.to(half).float()
 
 
 class PackedLinear(nn.Module):
-    """A frozen nn.Linear: [..., in] -> [..., out]. In float16 its `weight` is what was stored, widened again."""
+    """A frozen nn.Linear: [..., in] -> [..., out]. Its `weight` is what was stored, widened again."""
 
-    def __init__(self, linear: nn.Linear, storage: Storage = "float32", product: Product | None = None) -> None:
+    def __init__(self, linear: nn.Linear, product: Product, storage: Storage) -> None:
         super().__init__()
         self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
         self.weight, self.bias = linear.weight, linear.bias
-        if storage == "float16":
-            self.weight = nn.Parameter(linear.weight.detach().half().float(), requires_grad=False)
-        self._product = product or _product(self.weight, self.bias, storage)
+        stored = _rounded(linear.weight, storage)
+        if not torch.equal(stored, linear.weight):
+            self.weight = nn.Parameter(stored, requires_grad=False)
+        self._product = product
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -96,11 +121,11 @@ class _Together:
     is let go. Any other use (a part alone, twice, or from another thread) is right, only slower.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], storage: Storage) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], storage: Storage | None) -> None:
         self.sizes = [layer.out_features for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        self._product = _product(weight, torch.cat(biases) if biases else None, storage)
+        self._product, self.storage = _product(weight, torch.cat(biases) if biases else None, storage)
         self._held: tuple[Tensor, list[Tensor | None]] | None = None
 
     def part(self, index: int, x: Tensor) -> Tensor:
@@ -118,25 +143,28 @@ class _Together:
 
 
 def _packable(module: nn.Module, storage: Storage | None) -> TypeGuard[nn.Linear]:
-    fits = type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
-    return fits and packing_available(storage or "float32")
+    if not (type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"):
+        return False
+    return packable(module.weight) or packing_available(storage or "float32")
 
 
 def packed(module: nn.Module, storage: Storage | None = None) -> nn.Module:
     """`module` packed, when it is a float32 linear layer on a CPU and this build can; else `module` itself.
 
-    storage None: `exact_storage`.
+    storage None: the smallest that holds the weights exactly. Raises DsparkError for GGUF blocks (q8_0, q4_1) of
+    weights that did not come from such blocks.
     """
     if not _packable(module, storage):
         return module
-    return PackedLinear(module, storage or exact_storage(module.weight))
+    return PackedLinear(module, *_product(module.weight, module.bias, storage))
 
 
 def pack_linears(module: nn.Module, storage: Storage | None = None) -> int:
     """Replace the float32 CPU linear layers inside `module` by packed ones, in place.
 
-    storage None: `exact_storage` of each layer, or of those that become one matrix together.
-    Returns how many were replaced (0 where packing does not apply: no oneDNN or FBGEMM, another device or dtype).
+    storage None: for each layer, or for those that become one matrix together, the smallest that holds the weights
+    exactly. Returns how many were replaced (0 where packing does not apply: no library for it, another device or
+    dtype). Raises DsparkError as `packed` does.
     """
     count = 0
     for parent in list(module.modules()):
@@ -144,10 +172,10 @@ def pack_linears(module: nn.Module, storage: Storage | None = None) -> int:
         for names in SAME_INPUT:
             layers = [alone[name] for name in names if name in alone]
             if _fit_together(layers, len(names)):
-                chosen = storage or exact_storage(*(layer.weight for layer in layers))
-                together = _Together(layers, chosen)
+                together = _Together(layers, storage)
                 for index, name in enumerate(names):
-                    setattr(parent, name, PackedLinear(alone.pop(name), chosen, partial(together.part, index)))
+                    layer = PackedLinear(alone.pop(name), partial(together.part, index), together.storage)
+                    setattr(parent, name, layer)
                     count += 1
         for name, child in alone.items():
             setattr(parent, name, packed(child, storage))
@@ -163,9 +191,9 @@ def _fit_together(layers: Sequence[nn.Linear], wanted: int) -> bool:
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of weights that one pass through every linear layer of `module` reads, as they are stored."""
-    sizes = {"float32": 4, "float16": 2}
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | PackedLinear)]
-    return sum(
-        layer.weight.numel() * (sizes[layer.storage] if isinstance(layer, PackedLinear) else layer.weight.itemsize)
-        for layer in layers
-    )
+    return round(sum(layer.weight.numel() * _bytes_of(layer) for layer in layers))
+
+
+def _bytes_of(layer: nn.Linear | PackedLinear) -> float:
+    return BYTES[layer.storage] if isinstance(layer, PackedLinear) else layer.weight.itemsize

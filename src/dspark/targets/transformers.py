@@ -19,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 from dspark.errors import DsparkError
 from dspark.targets.base import TargetOutput, TargetState
 from dspark.targets.cache import ATTENTION_NAME, RaggedCache, RequestCache, ragged_attention
+from dspark.targets.compiled import CompiledDecoder, compiled
 from dspark.targets.embedded import EMBEDDED, ensure_embedded
-from dspark.targets.packed import pack_linears
+from dspark.targets.packed import Storage, pack_linears, weight_bytes
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention)
 transformers_logging.disable_progress_bar()  # its bars would break up ours
@@ -30,11 +31,14 @@ HUB_SECONDS = 5.0
 _NO_HUB = "is neither a folder nor in the local cache, and the hub could not be reached; give a model folder"
 
 
-def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: bool = True) -> TransformersTarget:
+def load_target(
+    name_or_path: str, dtype: torch.dtype = torch.float32, packed: bool = True, storage: Storage | None = None
+) -> TransformersTarget:
     """Load a causal LM from a folder, a hub name or `embedded:smollm2-135m`.
 
-    packed: pre-pack the linear layers where that helps (float32 on a CPU).
-    Raises DsparkError when there is no such model, or its files cannot be read.
+    packed: pre-pack the linear layers where that helps (float32 on a CPU); storage: how (None: the smallest way that
+    holds every weight exactly; the others round them, which makes another target).
+    Raises DsparkError when there is no such model, its files cannot be read, or its weights cannot be stored so.
     """
     with _loading(name_or_path) as source:
         config = AutoConfig.from_pretrained(source)
@@ -45,7 +49,7 @@ def load_target(name_or_path: str, dtype: torch.dtype = torch.float32, packed: b
     if missing := sorted(report["missing_keys"]):  # Transformers makes these up and only warns
         remedy = f"its weights lack {len(missing)} tensors, {missing[0]} among them; get the whole model"
         raise DsparkError("target", name_or_path, remedy)
-    return TransformersTarget(name_or_path, model, tokenizer, packed=packed)
+    return TransformersTarget(name_or_path, model, tokenizer, packed, storage)
 
 
 def load_tokenizer(name_or_path: str) -> Any:
@@ -94,7 +98,9 @@ def _first_line(error: BaseException) -> str:
 class TransformersTarget:
     """See `targets/base.py:Target`. The model is frozen and in eval mode."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, packed: bool = True) -> None:
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, packed: bool = True, storage: Storage | None = None
+    ) -> None:
         config = model.config.get_text_config()
         _check_supported(name, config)
         self.name, self.model, self.tokenizer, self.config = name, model.eval().requires_grad_(False), tokenizer, config
@@ -113,14 +119,30 @@ class TransformersTarget:
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logit_scale = _logit_scale(config)
         model.set_attn_implementation(ATTENTION_NAME)
-        if packed:
-            pack_linears(model)
-            self._head_module = model.get_output_embeddings()
+        self._compiled = self._pack(storage) if packed else None
         self._head_part: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._taken: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         for index, layer in enumerate(self._decoder.layers):
             layer.register_forward_hook(self._tap_hook(index))
+
+    def _pack(self, storage: Storage | None) -> CompiledDecoder | None:
+        """Pack the weights: as one compiled pass where the kernels know such a model, else each linear layer."""
+        plain = self._softcap is None and self._logit_scale == 1.0
+        found = compiled(self._decoder, self._head_module, storage) if plain else None
+        if found is not None:
+            self._head_module = found.head
+        elif not pack_linears(self.model, storage) and storage is not None:
+            raise DsparkError("storage", storage, "linear layers cannot be packed so on this machine")
+        else:
+            self._head_module = self.model.get_output_embeddings()
+        self.head_weight = self._head_module.weight
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads, as they are stored."""
+        return weight_bytes(self.model) if self._compiled is None else self._compiled.weight_bytes
 
     def _tap_hook(self, index: int) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -167,7 +189,10 @@ class TransformersTarget:
         """Room for `capacity` tokens of one request. Raises DsparkError past the target's context."""
         if capacity > self.max_context:
             raise DsparkError("capacity", capacity, f"{self.name} has a context of {self.max_context} tokens")
-        return RequestCache(self.num_layers, capacity)
+        state = RequestCache(self.num_layers, capacity)
+        if self._compiled is not None:
+            self._compiled.allocate(state)
+        return state
 
     @torch.no_grad()
     def forward(
@@ -180,6 +205,8 @@ class TransformersTarget:
         self.check_taps(taps)
         ragged = RaggedCache([(state, len(ids)) for state, ids in batch])  # type: ignore[misc]
         ids = torch.cat([ids for _, ids in batch])[None]
+        if self._compiled is not None:
+            return self._forward_compiled(self._compiled, ids[0], ragged, taps, logits)
         last_layer = self.num_layers - 1
         self._wanted, self._taken = frozenset([*taps, last_layer]), {}
         try:
@@ -198,6 +225,21 @@ class TransformersTarget:
         scores = self._finish(self._head_module(normed)) if len(normed) else normed.new_empty(0, self.vocab_size)
         tapped = torch.cat([taken[tap][0] for tap in taps], dim=-1) if taps else None
         return TargetOutput(scores, tapped, taken[last_layer][0])
+
+    def _forward_compiled(
+        self,
+        decoder: CompiledDecoder,
+        ids: Tensor,
+        ragged: RaggedCache,
+        taps: Sequence[int],
+        logits: Literal["all", "last", "none"] | Sequence[int],
+    ) -> TargetOutput:
+        x = self.embed(ids)
+        tapped = decoder.forward(x, ragged, taps)
+        ragged.commit()
+        chosen = torch.arange(len(x)) if logits == "all" else _last_rows(ragged.counts, logits)
+        scores, best = decoder.logits(x, chosen)
+        return TargetOutput(scores, tapped, x, best.tolist())
 
 
 def _last_rows(counts: Sequence[int], wanted: Literal["last", "none"] | Sequence[int]) -> Tensor:

@@ -1,0 +1,107 @@
+"""A DSpark draft's passes as compiled ones: its context, its block, and its Markov head slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.drafts.backbone import Layer
+from dspark.drafts.dspark import DraftContext, DSparkDraft
+from dspark.kernels.decoder import Decoder, LayerWeights, Pointers, Shape, Span, head, interleaved, markov_tokens
+from dspark.targets.packed import pack, packable
+
+
+class CompiledDraft:
+    """The packed weights of a draft; see `DSparkDraft.write_context` and `block_hidden` for what the passes do."""
+
+    def __init__(self, draft: DSparkDraft) -> None:
+        config = draft.config
+        self._draft = draft
+        shape = Shape(
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary_dims=draft.rotary.dims,
+            intermediate=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
+        like = draft.norm.weight
+        layers = [
+            _layer(layer, config.sliding_window or 0 if kind == "sliding_attention" else 0, _causal(draft, kind))
+            for layer, kind in zip(draft.decoder_layers, config.layer_types, strict=True)
+        ]
+        self._decoder = Decoder(shape, layers, lambda positions: draft.rotary.tables(positions, like))
+        self._fc = pack(draft.fc.weight)
+        pairs = [p for layer in draft.decoder_layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        bias = None if pairs[0].bias is None else torch.cat([p.bias.detach() for p in pairs])
+        self._kv = pack(torch.cat([p.weight.detach() for p in pairs]), bias)
+        self._norm, self._context_norm = draft.norm.weight.detach(), draft.hidden_norm.weight.detach()
+        markov = draft.markov_head
+        self._w1 = self._w2 = None
+        if markov is not None and markov.kind == "vanilla" and packable(markov.markov_w2.weight):
+            self._w1, self._w2 = markov.markov_w1.weight.detach(), pack(markov.markov_w2.weight)
+        self._ids = draft.draft_ids if config.reduced else None
+
+    def write_context(self, batch: Sequence[tuple[DraftContext, Tensor]]) -> None:
+        """See `DSparkDraft.write_context`, which has checked the batch."""
+        spans = [_span(context, len(taps)) for context, taps in batch]
+        taps = batch[0][1].contiguous() if len(batch) == 1 else torch.cat([t for _, t in batch])
+        self._decoder.write_context(taps.float(), self._fc, self._context_norm, self._kv, spans)
+        for context, new in batch:
+            context.length += len(new)
+
+    def block_hidden(self, contexts: Sequence[DraftContext], x: Tensor, slots: int, n: int) -> Tensor:
+        """Embedded blocks x [R * slots, d] -> [R, n, d]; see `DSparkDraft.block_hidden`."""
+        self._decoder.run(x, [_span(context, slots) for context in contexts])
+        last = torch.arange(len(x)).view(-1, slots)[:, slots - n :].reshape(-1)
+        normed, _, _ = head(x, last, self._norm, self._draft.config.rms_norm_eps, None)
+        return normed.view(len(contexts), n, -1)
+
+    def greedy_tokens(self, base: Tensor, first: Tensor) -> Tensor | None:
+        """base [R, n, K], first [R]: the anchors -> greedy target ids [R, n]; None for another kind of Markov head, and
+        where logits are not finite."""
+        if self._w1 is None or self._w2 is None:
+            return None
+        tokens = markov_tokens(base.contiguous(), self._w1, self._w2, first, self._ids)
+        return None if bool((tokens < 0).any()) else tokens
+
+
+def compile_draft(draft: DSparkDraft) -> CompiledDraft | None:
+    """The draft compiled; None where the kernels are not built, or its sizes or types do not fit them."""
+    config = draft.config
+    weights = [p for layer in draft.decoder_layers for p in layer.parameters() if p.dim() == 2]
+    fits = config.hidden_act == "silu" and config.head_dim % 32 == 0 and config.intermediate_size % 32 == 0
+    return CompiledDraft(draft) if fits and all(packable(w) for w in (draft.fc.weight, *weights)) else None
+
+
+def _causal(draft: DSparkDraft, kind: str) -> bool:
+    """A block's slots see each other, but in sliding layers only those before them unless the config says otherwise."""
+    return kind == "sliding_attention" and not draft.config.sliding_window_non_causal
+
+
+def _layer(layer: Layer, window: int, causal: bool) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    bias = None if attention.q_proj.bias is None else torch.cat([p.bias.detach() for p in projections])
+    return LayerWeights(
+        attention_norm=layer.input_layernorm.weight,
+        qkv=pack(torch.cat([p.weight.detach() for p in projections]), bias),
+        out=pack(attention.o_proj.weight, attention.o_proj.bias),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=pack(interleaved(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach())),
+        down=pack(mlp.down_proj.weight),
+        q_norm=attention.q_norm.weight,
+        k_norm=attention.k_norm.weight,
+        window=window,
+        causal=causal,
+    )
+
+
+def _span(context: DraftContext, count: int) -> Span:
+    if context.compiled is None:
+        context.compiled = Pointers(context.keys.unbind(), context.values.unbind())
+    return Span(context.length, count, context.keys.shape[2], context.compiled)

@@ -1,0 +1,111 @@
+"""The compiled library that fits this processor, and its C structs (kernels.cpp) as ctypes sees them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("avx512", "avx2", "plain")
+"""The widest first."""
+
+
+class CMatrix(ctypes.Structure):
+    _fields_ = [
+        ("format", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, CMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        ("window", ctypes.c_int64),
+        ("causal", ctypes.c_int64),
+    ]
+
+
+class CDecoder(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int32)
+            for name in "layers width heads kv_heads head_dim rotary_dims intermediate padding".split()
+        ),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("layer", ctypes.POINTER(CLayer)),
+    ]
+
+
+class CSegment(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("row", "count", "start", "capacity")),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    ]
+
+
+def kind() -> str | None:
+    """Which library is used: "avx512", "avx2" or "plain"; None where none was built.
+
+    PyTorch knows the processor (and honours ATEN_CPU_CAPABILITY, by which a narrower one can be asked for).
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    fitting = KINDS[{"AVX512": 0, "AVX2": 1}.get(capability, 2) :]
+    return next((name for name in fitting if _path(name) is not None), None)
+
+
+def _path(name: str) -> Path | None:
+    folder = Path(__file__).parent
+    return next((path for end in EXTENSION_SUFFIXES if (path := folder / f"_{name}{end}").is_file()), None)
+
+
+@cache
+def library() -> Any:
+    """The library of `kind()`; None where none was built or it cannot be loaded."""
+    name = kind()
+    path = None if name is None else _path(name)
+    if path is None:
+        return None
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    signatures: dict[str, list[Any]] = {
+        "pack": [integer, pointer, integer, integer, pointer, pointer, integer, integer],
+        "multiply": [pointer, pointer, long, pointer, integer],
+        "decode": [pointer, pointer, long, pointer, pointer, pointer, long, pointer, long, pointer, integer],
+        "context": [pointer, pointer, long, pointer, pointer, pointer, pointer, pointer, pointer, long, integer],
+        "head": [pointer, long, pointer, long, pointer, ctypes.c_float, *[pointer] * 4, integer],
+        "markov": [pointer, long, long, pointer, pointer, pointer, pointer, pointer, integer],
+    }
+    for function, arguments in signatures.items():
+        getattr(found, f"dspark_{function}").argtypes = arguments
+        getattr(found, f"dspark_{function}").restype = integer if function == "pack" else None
+    found.dspark_packed_bytes.argtypes, found.dspark_packed_bytes.restype = [integer] * 3, long
+    found.dspark_vector_width.argtypes, found.dspark_vector_width.restype = [], integer
+    return found
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers are; None for none. It must be contiguous and outlive the use."""
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+def addresses(tensors: Sequence[Tensor]) -> Any:
+    """A C array of pointers."""
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
