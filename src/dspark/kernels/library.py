@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -12,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.errors import DsparkError
+
 KINDS = ("avx512", "avx2", "plain")
 """The widest first."""
+SETTING = "DSPARK_KERNELS"
+"""Environment variable: one of KINDS instead of the best that this processor can run, or "none"."""
 
 
 class CMatrix(ctypes.Structure):
@@ -58,12 +63,15 @@ class CSegment(ctypes.Structure):
 
 
 def kind() -> str | None:
-    """Which library is used: "avx512", "avx2" or "plain"; None where none was built.
+    """Which library is used: "avx512", "avx2" or "plain"; None where none was built, or none is wanted.
 
-    PyTorch knows the processor (and honours ATEN_CPU_CAPABILITY, by which a narrower one can be asked for).
+    PyTorch knows the processor. Raises DsparkError for a DSPARK_KERNELS that is no kind.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    fitting = KINDS[{"AVX512": 0, "AVX2": 1}.get(capability, 2) :]
+    wanted = os.environ.get(SETTING, "")
+    if wanted not in ("", "none", *KINDS):
+        raise DsparkError(SETTING, wanted, f"must be one of {', '.join(KINDS)} or none")
+    first = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
+    fitting = KINDS[first:] if not wanted else tuple(name for name in KINDS[first:] if name == wanted)
     return next((name for name in fitting if _path(name) is not None), None)
 
 
