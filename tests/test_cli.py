@@ -13,8 +13,9 @@ from tests.decoding.conftest import draft_config
 
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
+from dspark.kernels.library import kind
 
-COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "demo", "serve"]
+COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "doctor", "demo", "serve"]
 
 
 @pytest.fixture(scope="session")
@@ -168,6 +169,17 @@ def test_damaged_weights_are_named(run, copied, tiny_llama_folder, damage):
     assert code == 2
     assert field in err
     assert "Traceback" not in err
+
+
+def test_doctor_says_which_kernels_are_used(run, monkeypatch):
+    code, out, _ = run("doctor")
+    line = next(line for line in out.splitlines() if line.startswith("kernels"))
+    assert code == 0 and (line.split()[1].rstrip(",") == kind() or (kind() is None and "none were built" in line))
+    monkeypatch.setenv("DSPARK_KERNELS", "none")
+    assert "none (DSPARK_KERNELS is none); linear layers go through PyTorch" in run("doctor")[1]
+    monkeypatch.setenv("DSPARK_KERNELS", "fast")
+    code, _, err = run("doctor")
+    assert code == 2 and "DSPARK_KERNELS" in err and "avx512" in err
 
 
 def test_inspect_prints_the_published_count(run):

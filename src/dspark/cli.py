@@ -46,6 +46,8 @@ from dspark.decoding.request import Request, SamplingSettings
 from dspark.demo import run_demo
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
+from dspark.kernels.library import explain
+from dspark.machine import describe_machine
 from dspark.serving.command import serve_command
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
@@ -342,6 +344,13 @@ def inspect_command(
         f"{config.gamma} predictions a block ({layout}), taps {list(config.target_layer_ids)}, "
         f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}"
     )
+
+
+@app.command("doctor", epilog=example("dspark doctor"))
+def doctor_command() -> None:
+    """What this machine runs passes with: processor, threads, compiled kernels, versions."""
+    for label, value in {**describe_machine(), "kernels": explain()}.items():
+        console.print(f"{label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("demo", epilog=example("dspark demo --out demo.html"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dspark import __version__
+from dspark.kernels.library import kind
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -19,6 +20,7 @@ def describe_machine() -> dict[str, str]:
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "torch threads": str(torch.get_num_threads()),
+        "kernels": kind() or "none",
         "system": f"{platform.system()} {platform.machine()}",
         **describe_versions(),
     }

@@ -75,16 +75,37 @@ def kind() -> str | None:
     return next((name for name in fitting if _path(name) is not None), None)
 
 
+def explain() -> str:
+    """One line: which kernels are used, or why none are and what is used instead."""
+    chosen, wanted = kind(), os.environ.get(SETTING)
+    if chosen is not None and library() is not None:
+        return f"{chosen}, {library().dspark_vector_width()} numbers at a time"
+    built = [name for name in KINDS if _path(name) is not None]
+    if wanted and (built or wanted == "none"):
+        reason = f"{SETTING} is {wanted}"
+    elif chosen is not None:
+        reason = f"the library for {chosen} cannot be loaded"
+    else:
+        reason = "none were built: reinstall where there is a C++ compiler"
+    return f"none ({reason}); linear layers go through PyTorch's own packed products"
+
+
+@cache
 def _path(name: str) -> Path | None:
     folder = Path(__file__).parent
     return next((path for end in EXTENSION_SUFFIXES if (path := folder / f"_{name}{end}").is_file()), None)
 
 
-@cache
 def library() -> Any:
-    """The library of `kind()`; None where none was built or it cannot be loaded."""
+    """The library of `kind()`; None where there is none or it cannot be loaded."""
     name = kind()
-    path = None if name is None else _path(name)
+    return None if name is None else load(name)
+
+
+@cache
+def load(name: str) -> Any:
+    """One of KINDS, which the processor must be able to run; None where it was not built or cannot be loaded."""
+    path = _path(name)
     if path is None:
         return None
     try:

@@ -39,7 +39,7 @@ class Matrix:
         inputs: int,
     ) -> None:
         self.format, self.exact, self.outputs, self.inputs, self.bytes = format, exact, outputs, inputs, data.numel()
-        self._kept = data, scales, bias
+        self._kept, self._library = (data, scales, bias), library()
         self.c = CMatrix(NUMBERS[format], outputs, inputs, 0, address(data), address(scales), address(bias))
 
     def __deepcopy__(self, memo: object) -> Matrix:
@@ -51,7 +51,7 @@ class Matrix:
         y = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs
         if rows:
-            library().dspark_multiply(ctypes.byref(self.c), address(x), rows, address(y), torch.get_num_threads())
+            self._library.dspark_multiply(ctypes.byref(self.c), address(x), rows, address(y), torch.get_num_threads())
         return y
 
 
