@@ -4,12 +4,18 @@
 // number of rows: a row's result never depends on the rows beside it.
 #pragma once
 #include "vectors.hpp"
+#include <algorithm>
 
 constexpr int PANEL = 16;
 constexpr int P = PANEL / W;                  // vectors in a panel
 constexpr int BLOCK = 32;                     // inputs that are packed together
-constexpr int MOST_ROWS = W == 16 ? 8 : 4;    // rows whose sums fit the registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SUMS = 16;                      // vectors of sums: half of the registers
+#else
+constexpr int SUMS = 8;
+#endif
 constexpr int SPLIT = W == 16 ? 2 : 1;        // sums an output is split into (inputs by turns), to hide latency
+constexpr int MOST_ROWS = SUMS / (P * SPLIT); // rows whose sums fit the registers
 constexpr int UNIT = 2;                       // panels that are computed together: a unit is 32 outputs
 
 constexpr int AHEAD = 4096;                   // bytes by which weights are fetched early; nothing is read past the end
@@ -112,7 +118,7 @@ static inline void tile(const uint8_t *data, int64_t panel_bytes, int inputs, co
 // One unit of outputs for up to MOST_ROWS rows -> out [rows, 32], scales and bias applied.
 template <class F, int ROWS>
 static void unit_rows(const Matrix &m, int unit, const float *const *x, float (*out)[UNIT * PANEL]) {
-    constexpr int N = ROWS * P * SPLIT <= 8 ? 2 : 1; // panels at a time: as many sums as there are registers
+    constexpr int N = 2 * ROWS * P * SPLIT <= SUMS ? 2 : 1; // panels at a time
     const int64_t panel_bytes = (int64_t)(m.inputs / BLOCK) * F::BYTES;
     for (int first = 0; first < UNIT; first += N) {
         const int panel = unit * UNIT + first;
@@ -134,7 +140,7 @@ static void unit_rows(const Matrix &m, int unit, const float *const *x, float (*
 template <class F> static void unit_of(const Matrix &m, int unit, const float *const *x, int rows, float (*out)[32]) {
     if (rows == 1) unit_rows<F, 1>(m, unit, x, out);
     else if (rows == 2) unit_rows<F, 2>(m, unit, x, out);
-    else if (rows <= 4) unit_rows<F, 4>(m, unit, x, out);
+    else if (rows <= 4) unit_rows<F, std::min(4, MOST_ROWS)>(m, unit, x, out);
     else unit_rows<F, MOST_ROWS>(m, unit, x, out);
 }
 
