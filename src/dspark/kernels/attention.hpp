@@ -40,49 +40,59 @@ static inline F4 four_sums(V a, V b, V c, V d) {
 #endif
 }
 
-constexpr int TILE = 4; // query rows that go over K and V together
+constexpr int TILE = 8; // queries of one K/V head that go over its keys and values together
 
 struct Queries {
-    const float *q;   // first row
-    int64_t stride;   // between rows
-    int rows;         // 1..TILE
-    int64_t first[TILE], end[TILE]; // keys first..end-1 are seen by each row
-    float *out;
-    int64_t out_stride;
+    const float *q[TILE];
+    float *out[TILE];
+    int64_t first[TILE], end[TILE]; // keys first..end-1 are seen by each
 };
 
-// One head: softmax(q . K * scale) V for up to TILE rows; keys, values [n, width] of this head, width a multiple of W.
-// scores: room for TILE * (keys seen + 2 W). What a row gives does not depend on the other rows.
+static inline float largest_of(V value) {
+    float parts[W];
+    memcpy(parts, &value, sizeof parts);
+    return *std::max_element(parts, parts + W);
+}
+
+// softmax(q . K * scale) V for R queries of a head; keys, values [n, width], width a multiple of W. scores: room for
+// R * (keys seen + 2 W). What a query gives does not depend on the others: sums run over the keys by their position.
+template <int R>
 static void attend(const Queries &s, const float *keys, const float *values, int width, float scale, float *scores) {
-    int64_t low = s.first[0], high = s.end[0];
-    for (int r = 1; r < s.rows; r++) low = std::min(low, s.first[r]), high = std::max(high, s.end[r]);
-    low -= low % W; // a key's place in the vectors below depends on its position only
+    constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+    int64_t low = *std::min_element(s.first, s.first + R);
+    const int64_t high = *std::max_element(s.end, s.end + R);
+    low -= low % W;
     const int64_t span = (high - low + W - 1) / W * W;
     const int parts = width / W;
     for (int64_t j = low; j < low + span; j += 4) {
-        for (int r = 0; r < s.rows; r++) {
+        const float *key[4];
+        for (int i = 0; i < 4; i++) key[i] = keys + std::min(j + i, high - 1) * width;
+        for (int r = 0; r < R; r++) {
             float *to = scores + r * span + (j - low);
-            if (j >= s.end[r] || j + 4 <= s.first[r]) {
-                for (int i = 0; i < 4; i++) to[i] = -std::numeric_limits<float>::infinity();
-                continue;
+            F4 four = F4{} + HIDDEN;
+            if (j < s.end[r] && j + 4 > s.first[r]) {
+                V products[4] = {};
+                for (int p = 0; p < parts; p++) {
+                    const V q = load<V>(s.q[r] + p * W);
+                    for (int i = 0; i < 4; i++) products[i] += q * load<V>(key[i] + p * W);
+                }
+                four = four_sums(products[0], products[1], products[2], products[3]) * scale;
+                if (j < s.first[r] || j + 4 > s.end[r])
+                    for (int i = 0; i < 4; i++)
+                        if (j + i < s.first[r] || j + i >= s.end[r]) four[i] = HIDDEN;
             }
-            V products[4] = {};
-            for (int i = 0; i < 4; i++) {
-                const float *key = keys + std::min(j + i, high - 1) * width;
-                for (int p = 0; p < parts; p++) products[i] += load<V>(s.q + r * s.stride + p * W) * load<V>(key + p * W);
-            }
-            const F4 four = four_sums(products[0], products[1], products[2], products[3]) * scale;
-            for (int i = 0; i < 4; i++) {
-                const bool seen = j + i >= s.first[r] && j + i < s.end[r];
-                to[i] = seen ? four[i] : -std::numeric_limits<float>::infinity();
-            }
+            memcpy(to, &four, sizeof four);
         }
     }
-    float inverse[TILE];
-    for (int r = 0; r < s.rows; r++) {
+    float inverse[R];
+    for (int r = 0; r < R; r++) {
         float *row = scores + r * span;
-        float largest = row[0];
-        for (int64_t j = 1; j < span; j++) largest = std::max(largest, row[j]);
+        V most = load<V>(row);
+        for (int64_t j = W; j < span; j += W) {
+            const V next = load<V>(row + j);
+            most = next > most ? next : most;
+        }
+        const float largest = largest_of(most);
         V total = {};
         for (int64_t j = 0; j < span; j += W) {
             const V e = exponential(load<V>(row + j) - largest);
@@ -92,11 +102,25 @@ static void attend(const Queries &s, const float *keys, const float *values, int
         inverse[r] = 1.0f / sum(total);
     }
     for (int p = 0; p < parts; p++) {
-        V sums[TILE] = {};
+        V sums[R] = {};
         for (int64_t j = low; j < high; j++) {
             const V value = load<V>(values + j * width + p * W);
-            for (int r = 0; r < TILE; r++) sums[r] += scores[(r < s.rows ? r : 0) * span + (j - low)] * value;
+            for (int r = 0; r < R; r++) sums[r] += scores[r * span + (j - low)] * value;
         }
-        for (int r = 0; r < s.rows; r++) store(s.out + r * s.out_stride + p * W, sums[r] * inverse[r]);
+        for (int r = 0; r < R; r++) store(s.out[r] + p * W, sums[r] * inverse[r]);
+    }
+}
+
+static void attend_some(const Queries &s, int count, const float *keys, const float *values, int width, float scale,
+                        float *scores) {
+    switch (count) {
+    case 1: return attend<1>(s, keys, values, width, scale, scores);
+    case 2: return attend<2>(s, keys, values, width, scale, scores);
+    case 3: return attend<3>(s, keys, values, width, scale, scores);
+    case 4: return attend<4>(s, keys, values, width, scale, scores);
+    case 5: return attend<5>(s, keys, values, width, scale, scores);
+    case 6: return attend<6>(s, keys, values, width, scale, scores);
+    case 7: return attend<7>(s, keys, values, width, scale, scores);
+    default: return attend<TILE>(s, keys, values, width, scale, scores);
     }
 }

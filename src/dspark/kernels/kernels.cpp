@@ -6,7 +6,6 @@
 #include "matrix.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
-#include <memory>
 
 struct Layer {
     const float *attention_norm, *q_norm, *k_norm, *mlp_norm; // q_norm, k_norm: per head, or null
@@ -28,13 +27,15 @@ struct Segment {
 
 namespace {
 
-std::mutex one_call;
-std::unique_ptr<Team> team;
-std::vector<float> buffers[6];
+// Never destroyed: a thread may still be inside a call when the process ends.
+std::mutex &one_call = *new std::mutex;
+std::vector<float> *const buffers = new std::vector<float>[5];
+Team *team = nullptr;
 
 Team &team_of(int threads) {
-    if (team && team->owner != getpid()) (void)team.release(); // a forked child: the threads stayed in the parent
-    if (!team || team->size != threads) team = std::make_unique<Team>(threads);
+    if (team && team->owner != getpid()) team = nullptr; // a forked child: the threads stayed in the parent
+    if (team && team->size != threads) delete team, team = nullptr;
+    if (!team) team = new Team(threads);
     return *team;
 }
 
@@ -114,9 +115,10 @@ void place(Team &team, const Decoder &d, int index, float *x, int64_t stride, in
     });
 }
 
+// Some queries of a K/V head of a segment: query i is of row i / group and of the group's head i % group.
 struct Piece {
     int segment, head, count;
-    int64_t row;
+    int64_t first;
 };
 
 void attention(Team &team, const Decoder &d, int index, const float *qkv, int64_t stride, const Segment *segments,
@@ -126,16 +128,17 @@ void attention(Team &team, const Decoder &d, int index, const float *qkv, int64_
     team.each((int64_t)pieces.size(), 1, [&](int64_t item) {
         const Piece &piece = pieces[item];
         const Segment &s = segments[piece.segment];
-        const int64_t width = (int64_t)d.heads * hd;
-        Queries q{qkv + piece.row * stride + piece.head * hd, stride, piece.count, {}, {},
-                  out + piece.row * width + piece.head * hd, width};
-        for (int r = 0; r < piece.count; r++) {
-            const int64_t position = s.start + piece.row - s.row + r, all = s.start + s.count;
-            q.first[r] = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
-            q.end[r] = layer.causal ? position + 1 : layer.window ? std::min(all, position + layer.window) : all;
+        Queries q;
+        for (int i = 0; i < piece.count; i++) {
+            const int64_t row = (piece.first + i) / group, position = s.start + row, all = s.start + s.count;
+            const int64_t head = piece.head * group + (piece.first + i) % group;
+            q.q[i] = qkv + (s.row + row) * stride + head * hd;
+            q.out[i] = out + ((s.row + row) * d.heads + head) * hd;
+            q.first[i] = layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0;
+            q.end[i] = layer.causal ? position + 1 : layer.window ? std::min(all, position + layer.window) : all;
         }
-        const int64_t head = (int64_t)(piece.head / group) * s.capacity * hd;
-        attend(q, s.keys[index] + head, s.values[index] + head, hd, d.scale, scores);
+        const int64_t head = (int64_t)piece.head * s.capacity * hd;
+        attend_some(q, piece.count, s.keys[index] + head, s.values[index] + head, hd, d.scale, scores);
     });
 }
 
@@ -206,9 +209,10 @@ void dspark_decode(const Decoder *decoder, float *x, int64_t rows, const float *
     for (int64_t i = 0; i < count; i++) {
         const Segment &s = segments[i];
         longest = std::max(longest, s.start + s.count);
-        for (int head = 0; head < d.heads; head++)
-            for (int64_t row = 0; row < s.count; row += TILE)
-                pieces.push_back({(int)i, head, (int)std::min<int64_t>(TILE, s.count - row), s.row + row});
+        const int64_t queries = s.count * (d.heads / d.kv_heads);
+        for (int head = 0; head < d.kv_heads; head++)
+            for (int64_t first = 0; first < queries; first += TILE)
+                pieces.push_back({(int)i, head, (int)std::min<int64_t>(TILE, queries - first), first});
     }
     const int64_t room = TILE * (longest + 2 * W);
     float *normed = buffer(0, rows * d.width), *qkv = buffer(1, rows * stride), *mixed = buffer(2, rows * q_width);

@@ -47,6 +47,7 @@ class Matrix:
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [..., inputs] float32 -> x @ weight.T + bias [..., outputs]."""
+        assert x.dtype == torch.float32 and x.shape[-1] == self.inputs  # else memory past the ends is used
         x = x.detach().contiguous()
         y = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs

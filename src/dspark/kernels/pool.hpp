@@ -28,7 +28,7 @@ class Team {
             calls++;
         }
         wake.notify_all();
-        for (std::thread &thread : threads) owner == getpid() ? thread.join() : thread.detach();
+        for (std::thread &thread : threads) thread.join();
     }
 
     // Runs job(thread) on every thread, the caller among them.
