@@ -137,6 +137,7 @@ class DSparkDraft(Backbone):
             )
         if chosen[0] < 0 or chosen[-1] >= vocabulary:
             raise DsparkError("vocabulary", [chosen[0], chosen[-1]], f"must be target ids, 0..{vocabulary - 1}")
+        self.compiled = None  # it knows the ids
         targets = torch.tensor(chosen, dtype=torch.int64, device=self.d2t.device)
         with torch.no_grad():
             self.d2t.copy_(targets - torch.arange(size, device=targets.device))

@@ -29,7 +29,8 @@ namespace {
 
 // Never destroyed: a thread may still be inside a call when the process ends.
 std::mutex &one_call = *new std::mutex;
-std::vector<float> *const buffers = new std::vector<float>[5];
+enum Buffer { NORMED, QKV, MIXED, INNER, SCORES, SUMS_OF_BLOCKS, BUFFERS };
+std::vector<float> *const buffers = new std::vector<float>[BUFFERS];
 Team *team = nullptr;
 
 Team &team_of(int threads) {
@@ -39,9 +40,14 @@ Team &team_of(int threads) {
     return *team;
 }
 
-float *buffer(int which, int64_t size) {
+float *buffer(Buffer which, int64_t size) {
     if ((int64_t)buffers[which].size() < size) buffers[which].resize(size);
     return buffers[which].data();
+}
+
+// To be called before a job that multiplies: room for the sums of blocks of any input.
+void make_room(int64_t rows, std::initializer_list<const Matrix *> matrices) {
+    for (const Matrix *m : matrices) buffer(SUMS_OF_BLOCKS, rows * (m->inputs / BLOCK));
 }
 
 int64_t units(const Matrix &m) { return (m.outputs + 31) / 32; }
@@ -51,20 +57,18 @@ enum Then { WRITE, ADD, SWIGLU };
 // y [rows, y_stride] = or += x [rows, inputs] times m; SWIGLU: half as many outputs, silu(gate) * up.
 void multiply(Team &team, const Matrix &m, const float *x, int64_t rows, float *y, int64_t y_stride, Then then) {
     constexpr int64_t TOGETHER = 128; // rows that stay in the cache beside a unit's weights
-    const int64_t all = units(m);
+    const int64_t all = units(m), blocks = m.inputs / BLOCK;
+    float *sums = nullptr;
+    if (needs_sums(m)) {
+        sums = buffers[SUMS_OF_BLOCKS].data();
+        team.each(rows, 2, [&](int64_t r) { block_sums(x + r * m.inputs, m.inputs, sums + r * blocks); });
+    }
     team.each(all * ((rows + TOGETHER - 1) / TOGETHER), 1, [&](int64_t item) {
         const int64_t unit = item % all, first = item / all * TOGETHER, end = std::min(rows, first + TOGETHER);
-        Matrix plain = m;
-        int place = (int)unit;
-        if (end - first > 2 * MOST_ROWS && m.format != F32) {
-            thread_local std::vector<uint8_t> widened; // many rows: the unit's weights are widened once for all of them
-            widened.resize(widened_bytes(m));
-            plain = widen_unit(m, (int)unit, widened.data()), place = 0;
-        }
-        float out[8][32];
+        float out[MOST_ROWS][32];
         for (int64_t row = first; row < end; row += MOST_ROWS) {
             const int count = (int)std::min<int64_t>(MOST_ROWS, end - row);
-            compute_unit(plain, place, x + row * m.inputs, m.inputs, count, out);
+            compute_unit(m, (int)unit, x + row * m.inputs, sums + row * blocks, count, out);
             for (int r = 0; r < count; r++) {
                 float *to = y + (row + r) * y_stride + unit * (then == SWIGLU ? PANEL : 32);
                 const int wide = (int)std::min<int64_t>(32, m.outputs - unit * 32);
@@ -192,6 +196,7 @@ int dspark_pack(int format, const float *weight, int outputs, int inputs, uint8_
 void dspark_multiply(const Matrix *m, const float *x, int64_t rows, float *y, int threads) {
     std::lock_guard<std::mutex> hold(one_call);
     Team &team = team_of(threads);
+    make_room(rows, {m});
     team.run([&](int) { multiply(team, *m, x, rows, y, m->outputs, WRITE); });
 }
 
@@ -215,8 +220,10 @@ void dspark_decode(const Decoder *decoder, float *x, int64_t rows, const float *
                 pieces.push_back({(int)i, head, (int)std::min<int64_t>(TILE, queries - first), first});
     }
     const int64_t room = TILE * (longest + 2 * W);
-    float *normed = buffer(0, rows * d.width), *qkv = buffer(1, rows * stride), *mixed = buffer(2, rows * q_width);
-    float *inner = buffer(3, rows * d.intermediate), *scores = buffer(4, threads * room);
+    float *normed = buffer(NORMED, rows * d.width), *qkv = buffer(QKV, rows * stride), *mixed = buffer(MIXED, rows * q_width);
+    float *inner = buffer(INNER, rows * d.intermediate), *scores = buffer(SCORES, threads * room);
+    for (int i = 0; i < d.layers; i++)
+        make_room(rows, {&d.layer[i].qkv, &d.layer[i].out, &d.layer[i].gate_up, &d.layer[i].down});
     Team &team = team_of(threads);
     team.run([&](int thread) {
         int64_t tap = 0;
@@ -251,7 +258,8 @@ void dspark_context(const Decoder *decoder, const float *taps, int64_t rows, con
     std::lock_guard<std::mutex> hold(one_call);
     const Decoder &d = *decoder;
     const std::vector<int32_t> owner = owners(segments, count, rows);
-    float *states = buffer(0, rows * d.width), *pairs = buffer(1, rows * kv->outputs);
+    float *states = buffer(NORMED, rows * d.width), *pairs = buffer(QKV, rows * kv->outputs);
+    make_room(rows, {fc, kv});
     Team &team = team_of(threads);
     team.run([&](int) {
         multiply(team, *fc, taps, rows, states, d.width, WRITE);
@@ -268,6 +276,7 @@ void dspark_head(const float *x, int64_t width, const int64_t *chosen, int64_t r
                  float *normed, const Matrix *m, float *logits, int64_t *best, int threads) {
     std::lock_guard<std::mutex> hold(one_call);
     Team &team = team_of(threads);
+    if (m) make_room(rows, {m});
     team.run([&](int) {
         team.each(rows, 2, [&](int64_t r) {
             rms_norm(x + chosen[r] * width, weight, (int)width, eps, normed + r * width);
@@ -286,7 +295,8 @@ void dspark_markov(const float *base, int64_t requests, int64_t slots, const flo
     std::lock_guard<std::mutex> hold(one_call);
     Team &team = team_of(threads);
     const int64_t outputs = w2->outputs, rank = w2->inputs;
-    float *before = buffer(0, requests * rank), *logits = buffer(1, requests * outputs);
+    float *before = buffer(NORMED, requests * rank), *logits = buffer(QKV, requests * outputs);
+    make_room(requests, {w2});
     team.run([&](int) {
         for (int64_t slot = 0; slot < slots; slot++) {
             team.each(requests, 1, [&](int64_t r) {
