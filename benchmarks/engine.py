@@ -1,23 +1,28 @@
 """Speed of the engine on this machine: decoding, passes, what lies outside the models, the floor, other engines.
 
     python benchmarks/engine.py --data DIR --cost runs/cost.json > engine.json
-    python benchmarks/engine.py --data DIR --peers llamacpp --llamacpp-python OTHER_VENV/bin/python > engine.json
+    python benchmarks/engine.py --data DIR --storages exact,float16,bfloat16,int8 --peers llamacpp,vllm \\
+        --llamacpp-python VENV/bin/python --vllm-python OTHER_VENV/bin/python > engine.json
 
 DIR is a folder of JSONL files of {"id", "turns"}, or one file; the first turn of each prompt is asked. Everything is
 greedy, batch 1, in turns, so that a machine that slows down favours no side. A table goes to stderr, one JSON object
 to stdout. Exit code 1 when ids differ from plain decoding's by more than a tie.
 
-decode: the engine without a draft and with it, against Transformers' `generate` (same float32 weights, not packed,
-SDPA), and --peers in processes of their own: llama.cpp in f16 and on the Q4_1 file that the weights come from, plain
-and with this draft; vLLM's CPU build in float32. Speed is pooled over prompts, ratios are paired, with a 95 % bootstrap
-interval over prompts.
-passes: T(k) / T(1) of the target for k tokens in one request or several, and the draft pass's share of T(1): medians,
-with a bootstrap interval over turns.
-outside: wall time between the first token and the last, less the time inside target.forward and the draft's
-block_hidden, base_logits, slot_logits, confidence and write_context.
-floor: bytes of weights that a pass reads / read bandwidth (the sum of 512 MB, fastest of several).
---storage float16 rounds the linear layers' weights once, on Transformers' side too; arithmetic stays float32.
---cost writes the measured curves as the cost profile that other commands read.
+--storages: how the target's weights are kept, a target each; `exact` is the smallest way that holds every weight, the
+others round once (arithmetic stays float32). The first is the main one: Transformers has its weights, and so have the
+other engines but for llama.cpp in f16, which is held against float16 where that is among them. The draft is kept
+exactly, and predicts with the rows of its target's head.
+decode: the engine without a draft and with it, against Transformers' `generate` (float32, not packed, SDPA), and
+--peers in processes of their own: llama.cpp in f16 and on the Q4_1 file that the weights come from, plain and with
+this draft; vLLM's CPU build in float32. Speed is pooled over prompts, ratios are paired, with a 95 % bootstrap interval
+over prompts.
+passes: T(k) / T(1) of the target for k tokens in one request or (the main storage) several, the draft pass's share of
+T(1), and T(1) over the floor: medians, with a bootstrap interval over turns.
+floor: bytes of weights that a pass reads / read bandwidth (the sum of 512 MB, fastest of several before and after the
+passes).
+outside: wall time between the first token and the last, less the time inside target.forward and the draft's passes and
+heads, which the JSON names.
+--cost writes the main storage's measured curves as the cost profile that other commands read.
 """
 
 from __future__ import annotations
@@ -26,9 +31,10 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -57,17 +63,20 @@ from dspark.calibration.cost import measure_cost
 from dspark.calibration.passes import Passes, time_in_turns
 from dspark.checkpoints.builtin import load_named_draft
 from dspark.data.chat import ChatRenderer
+from dspark.decoding.compiled import CompiledDraft
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.decoding.request import Request
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
+from dspark.kernels.decoder import Decoder, LayerWeights
+from dspark.kernels.library import kind
 from dspark.machine import describe_machine
-from dspark.targets.packed import Storage, pack_linears, weight_bytes
+from dspark.targets.packed import STORAGES, PackedLinear, packed
 from dspark.targets.transformers import TransformersTarget, load_target
 from peers.children import NAMES, Peers, open_peers
 
-HF = "transformers"
+HF, OWN, EXACT, HALF = "transformers", "own plain", "exact", "float16"
 SPREADS = ((1,), (2,), (4,), (8,), (16,), (4, 4), (2,) * 4, (1,) * 8)
 DRAFT_PARTS = ("block_hidden", "base_logits", "slot_logits", "confidence", "write_context")
 BUFFER = 2**27  # float32 values: 512 MB, past any cache
@@ -75,23 +84,60 @@ ROW = "{:<26}{:>9}{:>9}{:>22}{:>22}{:>8}"
 Answer = Callable[[Question], Run]
 
 
+@dataclass
+class Stored:
+    """The target with its weights in one storage, and what runs on it. prefix: of its sides' names."""
+
+    storage: str
+    prefix: str
+    target: TransformersTarget
+    draft: DSparkDraft
+    engines: dict[str, Engine]
+
+    def side(self, mode: Mode) -> str:
+        return self.prefix + mode.name
+
+    def proposer(self, n: int) -> DSparkProposer:
+        proposer = make_proposer(self.target, self.draft, n)
+        assert isinstance(proposer, DSparkProposer)  # a draft was given
+        return proposer
+
+    def parts(self) -> list[tuple[Any, Sequence[str]]]:
+        """What computes for either model: objects and their methods, none of which calls another."""
+        compiled = self.draft.compiled
+        heads = [(compiled, ("greedy_tokens",))] if isinstance(compiled, CompiledDraft) else []
+        return [(self.target, ("forward",)), (self.draft, DRAFT_PARTS), *heads]
+
+    def describe(self) -> dict[str, Any]:
+        draft_head = getattr(self.draft.head, "storage", "float32")
+        return {
+            "target": {"layers": layer_storages(self.target), "head": head_storage(self.target)},
+            "draft": {"layers": layer_storages(self.draft), "head": draft_head},
+            "weight_bytes": self.target.weight_bytes,
+        }
+
+
 class Bench:
     """What the parts share. The questions' own text, joined, is the context of timed passes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.modes = args, modes_for(args.ns)
-        self.target = stored_target(args.target, args.storage)
-        self.draft: DSparkDraft = load_named_draft(args.draft)
-        if args.storage == "float16":  # the head's rows too; else each layer in what loses nothing
-            pack_linears(self.draft, "float16")
-        if max(args.ns) > self.draft.config.gamma:
-            raise DsparkError("ns", max(args.ns), f"this draft predicts blocks of 1..{self.draft.config.gamma}")
+        self.stored = [self._stored(storage) for storage in args.storages]
+        self.main = self.stored[0]
+        self.target, self.draft = self.main.target, self.main.draft
         self.questions = list(self._questions())
         if not self.questions:
             raise DsparkError("data", str(args.data), f"no prompt of at most {args.max_prompt_tokens} tokens in it")
         ids = cycle(token for question in self.questions for token in question.ids)
         self.context = list(islice(ids, args.context))
-        self.engines = build_engines(self.target, self.draft, self.modes)
+
+    def _stored(self, storage: str) -> Stored:
+        draft = load_named_draft(self.args.draft)
+        if max(self.args.ns) > draft.config.gamma:
+            raise DsparkError("ns", max(self.args.ns), f"this draft predicts blocks of 1..{draft.config.gamma}")
+        target = load_target(self.args.target, storage=None if storage == EXACT else storage)
+        prefix = "" if storage == self.args.storages[0] else f"{storage}, "
+        return Stored(storage, prefix, target, draft, build_engines(target, draft, self.modes))
 
     def _questions(self) -> Iterator[Question]:
         args, renderer = self.args, ChatRenderer(self.target.tokenizer)
@@ -124,11 +170,11 @@ class Bench:
 
     def _sides(self, peers: Peers) -> dict[str, Answer]:
         hf, limit = Transformers(self.target), self.args.max_tokens
-        if self.args.storage == "float16":  # the same weights on both sides
+        if self.main.storage != EXACT:  # the same weights on both sides
             for module in hf.model.modules():
                 if isinstance(module, torch.nn.Linear):
-                    rounded = module.weight.detach().half().float()
-                    module.weight = torch.nn.Parameter(rounded, requires_grad=False)
+                    kept = packed(module, self.main.storage).weight
+                    module.weight = torch.nn.Parameter(kept.detach(), requires_grad=False)
 
         def ask_hf(question: Question) -> Run:
             [ids], sample = hf.generate([list(question.ids)], limit)
@@ -137,82 +183,133 @@ class Bench:
         def ask_peer(peer: Any, question: Question) -> Run:
             return peer.ask(question.id, question.ids, limit)
 
-        def ask_engine(mode: Mode, question: Question) -> Run:
-            return timed_run(self.engines[mode.name], mode, question, limit)
+        def ask_engine(stored: Stored, mode: Mode, question: Question) -> Run:
+            return timed_run(stored.engines[mode.name], Mode(stored.side(mode), mode.n), question, limit)
 
+        ours = [(one, mode) for one in self.stored for mode in self.modes]
         return {
-            **{mode.name: partial(ask_engine, mode) for mode in self.modes},
+            **{one.side(mode): partial(ask_engine, one, mode) for one, mode in ours},
             HF: ask_hf,
             **{peer.name: partial(ask_peer, peer) for peer in peers.sides},
         }
 
+    def _weights_of(self, side: str) -> Stored:
+        """Whose weights a side has (of llama.cpp in f16: the nearest there are); its ids are held against theirs."""
+        half = next((one for one in self.stored if one.storage == HALF), self.main)
+        if side.startswith("llama.cpp f16"):
+            return half
+        return next((one for one in self.stored if one.prefix and side.startswith(one.prefix)), self.main)
+
     def _summary(self, runs: dict[str, list[Run]], peers: Peers) -> dict[str, Any]:
         counters = {peer.name: peer for peer in peers.sides}
-        plain, sides, faults = runs[PLAIN.name], dict[str, Any](), list[str]()
+        sides, faults = dict[str, Any](), list[str]()
         for name, own in runs.items():
+            weights = self._weights_of(name)
+            plain = runs[weights.side(PLAIN)]
             pairs = zip(self.questions, plain, own, strict=True)
-            found = [find_difference(self.target, question, a, b) for question, a, b in pairs]
+            found = [find_difference(weights.target, question, a, b) for question, a, b in pairs]
             different = [one for one in found if one is not None]
             if name not in counters:  # peers round their weights otherwise
                 faults += [str(one) for one in different if not one.tie]
             sides[name] = {
-                **speeds(own, {PLAIN.name: plain, HF: runs[HF]}),
+                "storage": weights.storage,
+                **speeds(own, {PLAIN.name: runs[PLAIN.name], OWN: plain, HF: runs[HF]}),
                 "answers": len(own),
                 "equal_ids": len(own) - len(different),
                 "ties": sum(one.tie for one in different),
                 "acceptance_length": acceptance(own, counters.get(name)),
             }
-        return {"sides": sides, "not_lossless": faults, "missing": peers.missing, "versions": peers.versions}
+        return {
+            "sides": sides,
+            "against": self._against(runs, peers),
+            "not_lossless": faults,
+            "missing": peers.missing,
+            "versions": peers.versions,
+        }
+
+    def _against(self, runs: dict[str, list[Run]], peers: Peers) -> list[dict[str, Any]]:
+        """Ours over theirs, decoding alone where they tell: with as many draft tokens, and the fastest of each."""
+        kinds: dict[str, dict[int, str]] = defaultdict(dict)
+        for peer in peers.sides:
+            kinds[peer.name.partition(", n = ")[0]][peer.n] = peer.name
+        found = []
+        for name, theirs in kinds.items():
+            weights = self._weights_of(name)
+            ours = {mode.n: weights.side(mode) for mode in self.modes}
+            known = all(run.first_seconds is not None for side in theirs.values() for run in runs[side])
+            timings = {
+                side: [run.decode_only if known else end_to_end(run) for run in runs[side]]
+                for side in (*ours.values(), *theirs.values())
+            }
+            best = [
+                max(some.values(), key=lambda side: tokens_per_second(timings[side]) or 0) for some in (ours, theirs)
+            ]
+            for one, other in dict.fromkeys([*((ours[n], side) for n, side in theirs.items()), (best[0], best[1])]):
+                ratio = asdict(paired_speedup(timings[other], timings[one]))
+                fastest, same = [one, other] == best, weights.storage == (HALF if "f16" in name else EXACT)
+                found.append(
+                    {"ours": one, "theirs": other, "fastest": fastest, "same_weights": same, "decode_only": known}
+                    | {"ratio": ratio}
+                )
+        return found
 
     # Passes
 
     def passes(self) -> dict[str, Any]:
-        """Medians in seconds; ratios to T(1), which is (1,) here."""
-        widest = max(map(sum, SPREADS))
-        proposers = {n: self._proposer(n) for n in self.args.ns}
-        made = {n: Passes(self.target, one, self.context, 1, widest) for n, one in proposers.items()}
-        most = max(map(len, SPREADS))
-        ragged = Passes(self.target, proposers[max(self.args.ns)], self.context, most, widest)
-        jobs: dict[Any, Callable[[], None]] = {counts: partial(ragged.verify, counts) for counts in SPREADS}
-        jobs |= {n: partial(one.draft, 1) for n, one in made.items()}
+        """Of each storage: medians in seconds; ratios to T(1), which is (1,) here, and T(1) over the floor."""
+        jobs: dict[Any, Callable[[], None]] = {}
+        shapes = {
+            one.storage: SPREADS if one is self.main else [s for s in SPREADS if len(s) == 1] for one in self.stored
+        }
+        for one in self.stored:
+            spreads, n = shapes[one.storage], max(self.args.ns)
+            most, widest = max(map(len, spreads)), max(map(sum, spreads))
+            ragged = Passes(one.target, one.proposer(n), self.context, most, widest)
+            jobs |= {(one.storage, counts): partial(ragged.verify, counts) for counts in spreads}
+            for n in self.args.ns:
+                jobs[one.storage, n] = partial(Passes(one.target, one.proposer(n), self.context).draft, 1)
+        before = read_bandwidth()
         taken = time_in_turns(jobs, self.args.repeats)
-        base = taken[(1,)]
-
-        def row(seconds: list[float]) -> dict[str, Any]:
-            return {"seconds": median(seconds), "ratio": asdict(median_ratio(base, seconds))}
-
+        bandwidths = [before, read_bandwidth()]
+        found = {}
+        for one in self.stored:
+            base = taken[one.storage, (1,)]
+            rows = {key: pass_row(base, taken[one.storage, key]) for key in (*shapes[one.storage], *self.args.ns)}
+            floor = one.target.weight_bytes / max(bandwidths)
+            found[one.storage] = {
+                "verify": [{"counts": list(s), "tokens": sum(s), **rows[s]} for s in shapes[one.storage]],
+                "draft": [{"n": n, **rows[n]} for n in self.args.ns],
+                "floor_seconds": floor,
+                "over_floor": asdict(median_ratio([floor] * len(base), base)),
+            }
         return {
             "context": len(self.context),
             "turns": self.args.repeats,
-            "verify": [{"counts": list(counts), "tokens": sum(counts), **row(taken[counts])} for counts in SPREADS],
-            "draft": [{"n": n, **row(taken[n])} for n in self.args.ns],
+            "read_bytes_per_s": bandwidths,
+            "storages": found,
         }
-
-    def _proposer(self, n: int) -> DSparkProposer:
-        proposer = make_proposer(self.target, self.draft, n)
-        assert isinstance(proposer, DSparkProposer)  # a draft was given
-        return proposer
 
     def outside(self) -> dict[str, Any]:
         """Seconds of all rounds after the prompt's pass, and how much of it is in neither model."""
         result = {}
-        for mode in self.modes:
-            rounds, wall, inside = 0, 0.0, 0.0
+        for one, mode in ((one, mode) for one in self.stored for mode in self.modes):
+            rounds, wall = 0, 0.0
+            inside: dict[str, float] = defaultdict(float)
             for question in self.questions[: self.args.outside]:
-                with clocked([(self.target, ("forward",)), (self.draft, DRAFT_PARTS)]) as spent:
-                    some = measure_rounds(self.engines[mode.name], question, self.args.max_tokens, spent)
-                rounds, wall, inside = rounds + some[0], wall + some[1], inside + some[2]
-            result[mode.name] = {
+                with clocked(one.parts()) as spent:
+                    some = measure_rounds(one.engines[mode.name], question, self.args.max_tokens, spent)
+                rounds, wall = rounds + some[0], wall + some[1]
+                for name, seconds in spent.items():
+                    inside[name] += seconds
+            rest = wall - sum(inside.values())
+            result[one.side(mode)] = {
                 "rounds": rounds,
                 "round_seconds": wall / rounds if rounds else None,
-                "outside_seconds": (wall - inside) / rounds if rounds else None,
-                "share": (wall - inside) / wall if wall else None,
+                "inside_seconds": {name: seconds / rounds for name, seconds in inside.items() if rounds},
+                "outside_seconds": rest / rounds if rounds else None,
+                "share": rest / wall if wall else None,
             }
         return result
-
-    def floor(self) -> dict[str, Any]:
-        bandwidth, size = read_bandwidth(), weight_bytes(self.target.model)
-        return {"bytes": size, "read_bytes_per_s": bandwidth, "seconds": size / bandwidth}
 
     def cost(self) -> dict[str, Any]:
         """The cost profile, which is saved too."""
@@ -222,43 +319,57 @@ class Bench:
         return profile.model_dump(mode="json")
 
 
-def stored_target(name: str, storage: Storage) -> TransformersTarget:
-    """A target whose linear layers are packed in `storage`."""
-    target = load_target(name, packed=storage == "float32")
-    if storage == "float16":
-        if not pack_linears(target.model, storage):
-            raise DsparkError("storage", storage, "this PyTorch cannot pack linear layers so on this machine")
-        target = TransformersTarget(target.name, target.model, target.tokenizer, packed=False)
-    return target
+def layer_storages(model: Any) -> list[str]:
+    """How a target or a draft keeps the matrices of its layers."""
+    compiled = model._compiled if isinstance(model, TransformersTarget) else model.compiled
+    decoder: Decoder | None = getattr(compiled, "_decoder", None)
+    if decoder is not None:
+        weights = [one for one in decoder._kept if isinstance(one, LayerWeights)]
+        return sorted({matrix.format for w in weights for matrix in (w.qkv, w.out, w.gate_up, w.down)})
+    layers = model._decoder.layers if isinstance(model, TransformersTarget) else model.decoder_layers
+    return sorted({linear_storage(one) for layer in layers for one in layer.modules() if hasattr(one, "in_features")})
 
 
-def measure_rounds(engine: Engine, question: Question, max_tokens: int, spent: list[float]) -> tuple[int, float, float]:
-    """(rounds, their wall seconds, seconds of them inside the clocked functions)."""
+def head_storage(target: TransformersTarget) -> str:
+    return linear_storage(target._head_module)
+
+
+def linear_storage(layer: torch.nn.Module) -> str:
+    return layer.storage if isinstance(layer, PackedLinear) else str(layer.weight.dtype).removeprefix("torch.")
+
+
+def pass_row(base: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
+    return {"seconds": median(seconds), "ratio": asdict(median_ratio(base, seconds))}
+
+
+def measure_rounds(engine: Engine, question: Question, max_tokens: int, spent: dict[str, float]) -> tuple[int, float]:
+    """(rounds, their wall seconds); in `spent`, the seconds of them inside the clocked methods."""
     steps = engine.stream(Request(prompt_ids=list(question.ids), max_tokens=max_tokens))
-    next(steps)
-    start, before = time.perf_counter(), spent[0]
+    next(steps, None)
+    spent.clear()
+    start = time.perf_counter()
     rounds = sum(1 for _ in steps)
-    return rounds, time.perf_counter() - start, spent[0] - before
+    return rounds, time.perf_counter() - start
 
 
 @contextmanager
-def clocked(parts: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[list[float]]:
-    """Add up the seconds inside the named methods of some objects in the one number of the list."""
-    spent = [0.0]
+def clocked(parts: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[dict[str, float]]:
+    """Add up the seconds inside the named methods of some objects, by name."""
+    spent: dict[str, float] = defaultdict(float)
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[0] += time.perf_counter() - start
+                spent[name] += time.perf_counter() - start
 
         return call
 
     for owner, names in parts:
         for name in names:
-            setattr(owner, name, timed(getattr(owner, name)))
+            setattr(owner, name, timed(name, getattr(owner, name)))
     try:
         yield spent
     finally:
@@ -267,9 +378,9 @@ def clocked(parts: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[list[float]]
                 delattr(owner, name)
 
 
-def read_bandwidth(values: int = BUFFER, repeats: int = 7) -> float:
-    """Bytes a second that all threads together read, by the sum of `values` float32 numbers."""
-    buffer = torch.ones(values)
+def read_bandwidth(repeats: int = 7) -> float:
+    """Bytes a second that all threads together read, by the sum of BUFFER numbers."""
+    buffer = torch.ones(BUFFER)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -305,53 +416,80 @@ def acceptance(own: Sequence[Run], peer: Any) -> float | None:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The table for people."""
-    names = ("side", "tokens/s", "decode", f"against {HF}", "against plain", "length")
-    for line in (ROW.format(*names), "─" * 96):
-        console.print(line, highlight=False, soft_wrap=True)
+
+    def say(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     decode = result["decode"]
+    say([ROW.format("side", "tokens/s", "decode", f"against {HF}", f"against {OWN}", "length"), "─" * 96])
     for name, side in decode["sides"].items():
         whole, part = side["end_to_end"], side.get("decode_only")
-        ratios = [str(Interval(**(part or whole)["ratio"][base])) for base in (HF, PLAIN.name)]
+        ratios = [str(Interval(**(part or whole)["ratio"][base])) for base in (HF, OWN)]
         cells = shown(whole["tokens_per_s"], 1), shown(part and part["tokens_per_s"], 1), *ratios
         note = "" if side["equal_ids"] == side["answers"] else f"  ids equal: {side['equal_ids']} of {side['answers']}"
-        console.print(
-            ROW.format(name, *cells, shown(side["acceptance_length"])) + note, highlight=False, soft_wrap=True
+        say([ROW.format(name, *cells, shown(side["acceptance_length"])) + note])
+    say(f"{name}: not measured, {why}" for name, why in decode["missing"].items())
+    say(
+        (
+            "tokens/s: end to end, the prompt included; decode: after the first token; ratios: of decoding alone,",
+            f"where both sides know it; {OWN}: plain decoding of the same storage (of llama.cpp f16: of {HALF}, where",
+            "measured); length: tokens a round, bonus counted, micro.",
+            *decode["not_lossless"],
+            *against_lines(decode["against"]),
+            *pass_lines(result["passes"], result["storages"]),
+            *outside_lines(result["outside"]),
         )
-    for name, why in decode["missing"].items():
-        console.print(f"{name}: not measured, {why}", markup=False, highlight=False, soft_wrap=True)
-    for line in (
-        "tokens/s: end to end, the prompt included; decode: after the first token; ratios: of decoding alone, where",
-        "both sides know it; length: tokens a round, bonus counted, micro.",
-        *decode["not_lossless"],
-        *pass_lines(result["passes"]),
-        *outside_lines(result["outside"]),
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    floor = result["floor"]
-    console.print(
-        f"floor: {floor['bytes'] / 1e6:.0f} MB of weights at {floor['read_bytes_per_s'] / 1e9:.1f} GB/s = "
-        f"{1000 * floor['seconds']:.1f} ms a pass",
-        highlight=False,
     )
 
 
-def pass_lines(passes: dict[str, Any]) -> Iterator[str]:
-    yield f"passes at context {passes['context']}:"
-    for row in passes["verify"]:
-        counts = row["counts"]
-        what = f"{row['tokens']} tokens" + (f", {len(counts)} requests x {counts[0]}" if len(counts) > 1 else "")
-        yield f"  {what:<28}{1000 * row['seconds']:6.1f} ms  {Interval(**row['ratio'])} of T(1)"
-    for row in passes["draft"]:
-        what = f"draft pass, n = {row['n']}"
-        yield f"  {what:<28}{1000 * row['seconds']:6.1f} ms  {Interval(**row['ratio'])} of T(1)"
+def against_lines(against: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for one in against:
+        weights = "the same weights" if one["same_weights"] else "other weights"
+        what = f"{weights}, {'decoding' if one['decode_only'] else 'end to end'}"
+        fastest = ", the fastest of each" if one["fastest"] else ""
+        yield f"{one['ours']} over {one['theirs']}: {Interval(**one['ratio'])} ({what}{fastest})"
+
+
+def storage_lines(storages: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """The header: how weights are kept."""
+    for name, one in storages.items():
+        models = [
+            f"{model}: {', '.join(one[model]['layers'])}, head {one[model]['head']}" for model in ("target", "draft")
+        ]
+        yield f"{name}: {one['weight_bytes'] / 1e6:.1f} MB of weights a pass; {'; '.join(models)}"
+
+
+def pass_lines(passes: dict[str, Any], storages: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    speed = max(passes["read_bytes_per_s"]) / 1e9
+    for name, one in passes["storages"].items():
+        yield f"passes at context {passes['context']}, {name}:"
+        for row in one["verify"]:
+            counts = row["counts"]
+            what = f"{row['tokens']} tokens" + (f", {len(counts)} requests x {counts[0]}" if len(counts) > 1 else "")
+            yield pass_line(what, row)
+        yield from (pass_line(f"draft pass, n = {row['n']}", row) for row in one["draft"])
+        size, eight = storages[name]["weight_bytes"] / 1e6, next(r for r in one["verify"] if r["counts"] == [8])
+        yield (
+            f"  floor {1000 * one['floor_seconds']:.1f} ms ({size:.1f} MB at {speed:.1f} GB/s): "
+            f"T(1) / floor {Interval(**one['over_floor'])}, T(8) / T(1) {Interval(**eight['ratio'])}"
+        )
+
+
+def pass_line(what: str, row: dict[str, Any]) -> str:
+    return f"  {what:<28}{1000 * row['seconds']:6.1f} ms  {Interval(**row['ratio'])} of T(1)"
 
 
 def outside_lines(outside: dict[str, Any]) -> Iterator[str]:
     for name, one in outside.items():
         if one["share"] is not None:
+            parts = {"target": 0.0, "draft": 0.0}
+            for part, seconds in one["inside_seconds"].items():
+                parts["target" if part == "forward" else "draft"] += 1000 * seconds
             yield (
                 f"outside the two models, {name}: {100 * one['share']:.1f} % of a round "
-                f"({1000 * one['outside_seconds']:.2f} of {1000 * one['round_seconds']:.1f} ms)"
+                f"({1000 * one['outside_seconds']:.2f} of {1000 * one['round_seconds']:.1f} ms; "
+                f"target {parts['target']:.2f}, draft {parts['draft']:.2f})"
             )
 
 
@@ -372,7 +510,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--target", default="embedded:smollm2-135m", help="folder, hub name or the embedded target")
     parser.add_argument("--draft", default="embedded", help="draft folder, or `embedded` (the shipped one)")
-    parser.add_argument("--storage", choices=("float32", "float16"), default="float32", help="of packed linear layers")
+    kept = (
+        f"of the target's weights, e.g. exact,float16: {EXACT} or of {', '.join(STORAGES)}; the first is the main one"
+    )
+    parser.add_argument("--storages", "--storage", type=words, default=EXACT, metavar="STORAGE,...", help=kept)
     parser.add_argument("--data", type=Path, help="folder of JSONL prompts, or one file")
     parser.add_argument("--limit", type=int, default=8, help="prompts at most")
     parser.add_argument("--seed", type=int, default=0, help="shuffles the prompts before the limit")
@@ -399,6 +540,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if unknown := set(args.peers) - set(NAMES):
         raise DsparkError("peers", sorted(unknown)[0], f"must be of {', '.join(NAMES)}")
+    if unknown := set(args.storages) - {EXACT, *STORAGES}:
+        raise DsparkError("storages", sorted(unknown)[0], f"must be of {EXACT}, {', '.join(STORAGES)}")
+    args.storages = list(dict.fromkeys(args.storages))
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     console = Console(stderr=True)
@@ -411,9 +555,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         | {"prompts": len(bench.questions), "greedy": True, "batch": 1, "dtype": str(bench.target.dtype)}
         | {HF: Transformers.settings, "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY")},
         "machine": {**describe_machine(), "load_average_before": load},
+        "storages": {one.storage: one.describe() for one in bench.stored},
     }
+    console.print(f"kernels: {kind() or 'none'}, {torch.get_num_threads()} threads", highlight=False)
+    for line in storage_lines(result["storages"]):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "floor": bench.floor,
         "passes": bench.passes,
         "outside": bench.outside,
         "decode": bench.decode,
