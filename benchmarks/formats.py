@@ -3,9 +3,10 @@
     python benchmarks/formats.py > formats.json
 
 All linear layers of the target once each, by rows, formats in turns; median milliseconds, bytes of weights, the floor
-(bytes / read bandwidth) and the relative error of the outputs against float32. "wide" formats keep activations in
-float32. Formats of libraries that are not installed (torchao, onnxruntime with onnx) say so: none is needed
-by the project. A table goes to stderr, one JSON object to stdout.
+(bytes / read bandwidth) and the relative error of the outputs against float32. Ours (`dspark.kernels`) keep activations
+in float32; `exact` is for each layer the smallest format that holds its weights. Formats of libraries that are not
+installed (torchao, onnxruntime with onnx) say so: none is needed by the project. A table goes to stderr, one JSON
+object to stdout.
 """
 
 from __future__ import annotations
@@ -28,12 +29,30 @@ from torch import Tensor, nn
 
 from dspark.bench.command import HelpFormatter, run_program
 from dspark.errors import DsparkError
+from dspark.kernels.library import kind, library
+from dspark.kernels.matrix import Format, pack
 from dspark.machine import describe_machine
 from dspark.targets.transformers import load_target
 from engine import read_bandwidth
 
 ROWS = (1, 2, 4, 8, 16)
 Layer = Callable[[Tensor], Any]
+
+
+class Kernel:
+    """Our kernels; format None: the smallest that holds every weight."""
+
+    def __init__(self, weight: Tensor, format: Format | None) -> None:
+        if library() is None:
+            raise DsparkError("kernels", kind(), "were not built here, or cannot be loaded")
+        self.matrix = pack(weight, None, format)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.matrix.multiply(x)
+
+
+def kernel(format: Format | None) -> Callable[[], Callable[[Tensor], Layer]]:
+    return lambda: lambda weight: Kernel(weight, format)
 
 
 def plain(weight: Tensor) -> Layer:
@@ -141,6 +160,11 @@ def onnxruntime(bits: int) -> Callable[[Tensor], Layer]:
 
 
 FORMATS: dict[str, Callable[[], Callable[[Tensor], Layer]]] = {
+    "ours, exact": kernel(None),
+    "ours, int8 weights": kernel("int8"),
+    "ours, fp16 weights": kernel("float16"),
+    "ours, bf16 weights": kernel("bfloat16"),
+    "ours, float32": kernel("float32"),
     "F.linear, float32": lambda: plain,
     "oneDNN packed, float32": lambda: onednn,
     "FBGEMM packed, fp16 weights": lambda: fbgemm_fp16,
@@ -176,7 +200,7 @@ def stored_bytes(name: str, values: int) -> float:
 
 
 def measure(weights: Sequence[Tensor], names: Sequence[str], rows: Sequence[int], repeats: int) -> dict[str, Any]:
-    """name -> {ms: {rows: median}, error} or {missing: why}; formats in turns."""
+    """name -> {ms: {rows: median}, error, of ours bytes, stored} or {missing: why}; formats in turns."""
     result: dict[str, Any] = {}
     layers: dict[str, list[Layer]] = {}
     for name in names:
@@ -184,6 +208,8 @@ def measure(weights: Sequence[Tensor], names: Sequence[str], rows: Sequence[int]
             build = FORMATS[name]()
             layers[name] = [build(weight) for weight in weights]
             result[name] = {"ms": {}, "error": error(layers[name], weights)}
+            if own := [layer.matrix for layer in layers[name] if isinstance(layer, Kernel)]:
+                result[name] |= {"bytes": sum(one.bytes for one in own), "stored": sorted({one.format for one in own})}
         except Exception as why:  # each library refuses in its own way
             layers.pop(name, None)
             result[name] = {"missing": f"{type(why).__name__}: {str(why).strip().splitlines()[0][:160]}"}
@@ -253,7 +279,9 @@ def show(result: dict[str, Any], rows: Sequence[int], console: Console) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--target", default="embedded:smollm2-135m", help="folder, hub name or the embedded target")
-    parser.add_argument("--formats", help="words that a format's name must have one of, with commas (default: all)")
+    parser.add_argument(
+        "--formats", help="words of which a format's name must have one, e.g. ours,oneDNN (default: all)"
+    )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows of a pass")
     parser.add_argument("--repeats", type=int, default=12, help="turns")
     parser.add_argument("--compile", action="store_true", help="torch.compile with freezing too (minutes)")
@@ -276,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.compile:
         result["torch.compile, frozen, float32"] = compiled(weights, rows, args.repeats)
     for name, one in result.items():
-        one["floor_ms"] = 1000 * stored_bytes(name, values) / bandwidth
+        one["floor_ms"] = 1000 * one.get("bytes", stored_bytes(name, values)) / bandwidth
     show(result, rows, Console(stderr=True))
     about = {"values": values, "layers": len(weights), "read_bytes_per_s": bandwidth}
     machine = {**describe_machine(), "load_average_before": load}
