@@ -9,7 +9,8 @@ code 1 when a mode's ids differ from plain decoding, or replay from the served r
 
     python benchmarks/decode.py --linear
 
-times all linear layers of the target, plain against packed, by rows (what targets/packed.py rests on).
+times all linear layers of the target, plain against packed by our kernels (or by PyTorch's libraries, where they are
+not built), by rows: what targets/packed.py rests on.
 """
 
 from __future__ import annotations
@@ -206,12 +207,14 @@ def shown(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def linear_times(target: Any, repeats: int = 15) -> list[dict[str, float]]:
-    """All linear layers of an unpacked target once each, by rows: milliseconds plain and packed."""
+def linear_times(target: Any, repeats: int = 15) -> dict[str, Any]:
+    """All linear layers of an unpacked target once each, by rows: milliseconds plain and packed; the storages."""
     plain = [module for module in target.model.modules() if type(module) is torch.nn.Linear]
     holder = torch.nn.ModuleList(plain)
     if not pack_linears(holder):
-        raise DsparkError("linear", torch.__version__, "this PyTorch cannot pack linear layers on this machine")
+        raise DsparkError(
+            "linear", torch.__version__, "without our kernels this PyTorch cannot pack linear layers here"
+        )
     packed = [module for module in holder if isinstance(module, PackedLinear)]
     table = []
     for rows in LINEAR_ROWS:
@@ -224,7 +227,7 @@ def linear_times(target: Any, repeats: int = 15) -> list[dict[str, float]]:
                     layer(x)
                 samples[name].append(1000 * (time.perf_counter() - start))
         table.append({"rows": rows, **{f"{name}_ms": median(values) for name, values in samples.items()}})
-    return table
+    return {"linear": table, "storages": sorted({layer.storage for layer in packed})}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -308,8 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     if args.linear:
         with torch.no_grad():
-            rows = linear_times(load_target(args.target, packed=False))
-        print(json.dumps({"linear": rows, "machine": describe_machine()}, indent=1))
+            times = linear_times(load_target(args.target, packed=False))
+        print(json.dumps({**times, "machine": describe_machine()}, indent=1))
         return 0
     modes, prompts = modes_for(widths(args.ns)), read_suites(args)
     target = load_target(args.target)
