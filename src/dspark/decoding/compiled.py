@@ -50,6 +50,7 @@ class CompiledDraft:
         """See `DSparkDraft.write_context`, which has checked the batch."""
         spans = [_span(context, len(taps)) for context, taps in batch]
         taps = batch[0][1].contiguous() if len(batch) == 1 else torch.cat([t for _, t in batch])
+        assert taps.shape[1] == self._fc.inputs  # else memory past the ends is used
         self._decoder.write_context(taps.float(), self._fc, self._context_norm, self._kv, spans)
         for context, new in batch:
             context.length += len(new)
@@ -57,7 +58,7 @@ class CompiledDraft:
     def block_hidden(self, contexts: Sequence[DraftContext], x: Tensor, slots: int, n: int) -> Tensor:
         """Embedded blocks x [R * slots, d] -> [R, n, d]; see `DSparkDraft.block_hidden`."""
         self._decoder.run(x, [_span(context, slots) for context in contexts])
-        last = torch.arange(len(x)).view(-1, slots)[:, slots - n :].reshape(-1)
+        last = torch.arange(len(x)).view(-1, slots)[:, slots - n :].reshape(-1).contiguous()
         normed, _, _ = head(x, last, self._norm, self._draft.config.rms_norm_eps, None)
         return normed.view(len(contexts), n, -1)
 
