@@ -466,7 +466,9 @@ def pass_lines(passes: dict[str, Any], storages: Mapping[str, dict[str, Any]]) -
         yield f"passes at context {passes['context']}, {name}:"
         for row in one["verify"]:
             counts = row["counts"]
-            what = f"{row['tokens']} tokens" + (f", {len(counts)} requests x {counts[0]}" if len(counts) > 1 else "")
+            what = ("1 token" if row["tokens"] == 1 else f"{row['tokens']} tokens") + (
+                f", {len(counts)} requests x {counts[0]}" if len(counts) > 1 else ""
+            )
             yield pass_line(what, row)
         yield from (pass_line(f"draft pass, n = {row['n']}", row) for row in one["draft"])
         size, eight = storages[name]["weight_bytes"] / 1e6, next(r for r in one["verify"] if r["counts"] == [8])
