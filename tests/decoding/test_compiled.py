@@ -21,7 +21,10 @@ from dspark.decoding.proposers import NoProposer, Proposal, Proposer, make_propo
 from dspark.decoding.request import Request, Result, SamplingSettings
 from dspark.drafts.dspark import DraftContext, DSparkDraft
 from dspark.errors import DsparkError
+from dspark.kernels import library
 from dspark.targets.transformers import TransformersTarget
+
+pytestmark = pytest.mark.skipif(library.kind() is None, reason="no kernels here: none built, or none wanted")
 
 SHAPE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 128, "draft_vocab_size": 128}
 DRAFTS: dict[str, dict[str, Any]] = {
