@@ -50,7 +50,7 @@ class CompiledDraft:
         """See `DSparkDraft.write_context`, which has checked the batch."""
         spans = [_span(context, len(taps)) for context, taps in batch]
         taps = batch[0][1].contiguous() if len(batch) == 1 else torch.cat([t for _, t in batch])
-        assert taps.shape[1] == self._fc.inputs  # else memory past the ends is used
+        self._draft.check_taps(taps)
         self._decoder.write_context(taps.float(), self._fc, self._context_norm, self._kv, spans)
         for context, new in batch:
             context.length += len(new)

@@ -104,8 +104,8 @@ class Backbone(nn.Module):
         """`layers` with their type."""
         return cast(list[Layer], list(self.layers))
 
-    def context_states(self, taps: Tensor) -> Tensor:
-        """c = hidden_norm(fc(concatenated taps)): [N, m * d] -> [N, d]."""
+    def check_taps(self, taps: Tensor) -> None:
+        """Raises DsparkError unless taps are [N, m * d]."""
         expected = len(self.config.target_layer_ids) * self.config.hidden_size
         if taps.shape[-1] != expected:
             raise DsparkError(
@@ -113,6 +113,10 @@ class Backbone(nn.Module):
                 tuple(taps.shape),
                 f"must have {expected} features per token ({len(self.config.target_layer_ids)} taps)",
             )
+
+    def context_states(self, taps: Tensor) -> Tensor:
+        """c = hidden_norm(fc(concatenated taps)): [N, m * d] -> [N, d]."""
+        self.check_taps(taps)
         return self.hidden_norm(self.fc(taps.to(self.hidden_norm.weight.dtype)))
 
     def run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

@@ -139,12 +139,10 @@ static void unit_rows(const Matrix &m, int unit, const Rows &rows, float (*out)[
         for (int n = 0; n < N; n++)
             for (int v = 0; v < P; v++) {
                 const int place = (panel + n) * PANEL + v * W; // scales and bias are padded to whole units
-                for (int r = 0; r < ROWS; r++) {
-                    V value = sums[r][n][v];
-                    if (m.scales) value *= load<V>(m.scales + place);
-                    if (m.bias) value += load<V>(m.bias + place);
-                    store(&out[r][(first + n) * PANEL + v * W], value);
-                }
+                const V scale = m.scales ? load<V>(m.scales + place) : splat(1.0f);
+                const V bias = m.bias ? load<V>(m.bias + place) : splat(-0.0f);
+                for (int r = 0; r < ROWS; r++) // one expression: rounded once, or twice, for every number of rows
+                    store(&out[r][(first + n) * PANEL + v * W], sums[r][n][v] * scale + bias);
             }
     }
 }

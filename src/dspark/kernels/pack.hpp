@@ -21,6 +21,7 @@ static uint32_t bits_of(float value) {
 }
 static uint16_t to_bfloat16(float value) { // to the nearest, ties to even
     const uint32_t bits = bits_of(value);
+    if (value != value) return (uint16_t)(bits >> 16 | 0x40); // rounding could carry out of it
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 static float from_bfloat16(uint16_t bits) {
@@ -83,7 +84,7 @@ static bool pack_block(int format, const float *w, uint8_t *block, int o, float 
         return exact;
     case INT8:
         for (int k = 0; k < BLOCK; k++) {
-            const float number = scale > 0 ? std::nearbyint(w[k] / scale) : 0;
+            const float number = scale > 0 && std::isfinite(scale) ? std::nearbyint(w[k] / scale) : 0;
             block[k * PANEL + o] = (uint8_t)(int8_t)number;
             exact &= number * scale == w[k];
         }
@@ -132,7 +133,8 @@ static bool pack_panel(int format, const float *weight, int outputs, int inputs,
         const int row = panel * PANEL + o;
         const float *w = weight + (int64_t)row * inputs;
         float largest = 0;
-        for (int k = 0; format == INT8 && row < outputs && k < inputs; k++) largest = std::max(largest, std::fabs(w[k]));
+        for (int k = 0; format == INT8 && row < outputs && k < inputs; k++)
+            if (!(std::fabs(w[k]) <= largest)) largest = largest != largest ? largest : std::fabs(w[k]); // keeps a NaN
         if (format == INT8) scales[row] = largest / 127;
         for (int start = 0; start < inputs; start += BLOCK) {
             uint8_t *block = data + ((int64_t)panel * (inputs / BLOCK) + start / BLOCK) * block_bytes(format);

@@ -39,7 +39,8 @@ static inline V half(const void *from) {
 #else
     const U bits = __builtin_convertvector(load<U16>(from), U);
     const V scaled = (V)((bits & 0x7fff) << 13) * 0x1p112f; // moves the exponent; subnormals come out right too
-    return (V)((U)scaled | (bits & 0x8000) << 16);
+    const U odd = (U)((bits & 0x7c00) == 0x7c00) & 0x7f800000; // infinite, or not a number
+    return (V)((U)scaled | (bits & 0x8000) << 16 | odd);
 #endif
 }
 
