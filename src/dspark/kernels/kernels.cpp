@@ -63,7 +63,8 @@ void multiply(Team &team, const Matrix &m, const float *x, int64_t rows, float *
         sums = buffers[SUMS_OF_BLOCKS].data();
         team.each(rows, 2, [&](int64_t r) { block_sums(x + r * m.inputs, m.inputs, sums + r * blocks); });
     }
-    team.each(all * ((rows + TOGETHER - 1) / TOGETHER), 1, [&](int64_t item) {
+    const int64_t grain = std::clamp<int64_t>(all / 24, 1, 16); // units that follow each other are read fastest
+    team.each(all * ((rows + TOGETHER - 1) / TOGETHER), grain, [&](int64_t item) {
         const int64_t unit = item % all, first = item / all * TOGETHER, end = std::min(rows, first + TOGETHER);
         float out[MOST_ROWS][32];
         for (int64_t row = first; row < end; row += MOST_ROWS) {

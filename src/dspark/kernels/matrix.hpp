@@ -18,8 +18,6 @@ constexpr int SPLIT = W == 16 ? 2 : 1;        // sums an output is split into (i
 constexpr int MOST_ROWS = SUMS / (P * SPLIT); // rows whose sums fit the registers
 constexpr int UNIT = 2;                       // panels that are computed together: a unit is 32 outputs
 
-constexpr int AHEAD = 4096;                   // bytes by which weights are fetched early; nothing is read past the end
-
 enum Format : int32_t { F32, F16, BF16, INT8, Q8_0, Q4_1 };
 
 struct Matrix {
@@ -85,8 +83,10 @@ struct Rows {
 };
 
 // ROWS rows of x times N panels that lie `panel_bytes` apart -> out[row][panel]. Input k goes to sum k % SPLIT.
+// Weights are fetched some blocks before they are used (nothing is read past the end).
 template <class F, int ROWS, int N>
 static inline void tile(const uint8_t *data, int64_t panel_bytes, int inputs, const Rows &rows, V (&out)[ROWS][N][P]) {
+    constexpr int AHEAD = F::BYTES < 600 ? 8192 : 4096;
     V sums[SPLIT][ROWS][N][P] = {}, total[ROWS][N][P] = {};
     for (int start = 0; start < inputs; start += BLOCK) {
         const uint8_t *block = data + (int64_t)(start / BLOCK) * F::BYTES;
