@@ -69,7 +69,6 @@ from dspark.decoding.proposers import DSparkProposer, make_proposer
 from dspark.decoding.request import Request
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
-from dspark.kernels.decoder import Decoder, LayerWeights
 from dspark.kernels.library import kind
 from dspark.machine import describe_machine
 from dspark.targets.packed import STORAGES, PackedLinear, packed
@@ -322,10 +321,8 @@ class Bench:
 def layer_storages(model: Any) -> list[str]:
     """How a target or a draft keeps the matrices of its layers."""
     compiled = model._compiled if isinstance(model, TransformersTarget) else model.compiled
-    decoder: Decoder | None = getattr(compiled, "_decoder", None)
-    if decoder is not None:
-        weights = [one for one in decoder._kept if isinstance(one, LayerWeights)]
-        return sorted({matrix.format for w in weights for matrix in (w.qkv, w.out, w.gate_up, w.down)})
+    if compiled is not None:
+        return compiled.decoder.storages
     layers = model._decoder.layers if isinstance(model, TransformersTarget) else model.decoder_layers
     return sorted({linear_storage(one) for layer in layers for one in layer.modules() if hasattr(one, "in_features")})
 

@@ -80,3 +80,18 @@ def test_the_command_says_so_in_one_line(run: Callable[..., tuple[int, str, str]
     monkeypatch.setenv(library.SETTING, "neon")
     code, out, error = run("doctor")
     assert (code, out) == (2, "") and "DSPARK_KERNELS = 'neon'" in error and len(error.splitlines()) == 1
+
+
+def test_pytorch_keeps_to_one_thread_beside_the_kernels() -> None:
+    """Its threads would stay awake where the kernels' should run; afterwards everything is as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError), library.own_threads():
+            with library.own_threads():
+                assert (torch.get_num_threads(), library.threads()) == ((1, 3) if library.kind() else (3, 3))
+            assert library.threads() == 3
+            raise ValueError
+        assert (torch.get_num_threads(), library.threads()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)

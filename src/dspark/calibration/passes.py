@@ -11,6 +11,7 @@ import torch
 from dspark.decoding.proposers import DSparkProposer
 from dspark.decoding.request import Active, Request
 from dspark.errors import DsparkError
+from dspark.kernels.library import own_threads
 from dspark.targets.base import Target
 
 Key = TypeVar("Key")
@@ -64,7 +65,8 @@ class Passes:
         """One ragged pass of the target: counts[r] new tokens of request r, the draft's taps taken as in a round."""
         chosen = self.active[: len(counts)]
         batch = [(active.state, self._new[:count]) for active, count in zip(chosen, counts, strict=True)]
-        self.target.forward(batch, self.proposer.taps)
+        with own_threads():
+            self.target.forward(batch, self.proposer.taps)
         for active in chosen:
             active.state.truncate(self.context)
 
@@ -72,8 +74,9 @@ class Passes:
     def draft(self, requests: int = 1) -> None:
         """One draft pass for the first `requests` (block, heads, choosing), and writing what a round commits."""
         chosen = self.active[:requests]
-        self.proposer.propose(chosen)
-        self.proposer.observe([(active, self._committed) for active in chosen])
+        with own_threads():
+            self.proposer.propose(chosen)
+            self.proposer.observe([(active, self._committed) for active in chosen])
         for active in chosen:
             active.context.truncate(self.context)
 

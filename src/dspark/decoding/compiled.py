@@ -34,7 +34,7 @@ class CompiledDraft:
             _layer(layer, config.sliding_window or 0 if kind == "sliding_attention" else 0, _causal(draft, kind))
             for layer, kind in zip(draft.decoder_layers, config.layer_types, strict=True)
         ]
-        self._decoder = Decoder(shape, layers, lambda positions: draft.rotary.tables(positions, like))
+        self.decoder = Decoder(shape, layers, lambda positions: draft.rotary.tables(positions, like))
         self._fc = pack(draft.fc.weight)
         pairs = [p for layer in draft.decoder_layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         bias = None if pairs[0].bias is None else torch.cat([p.bias.detach() for p in pairs])
@@ -51,13 +51,13 @@ class CompiledDraft:
         spans = [_span(context, len(taps)) for context, taps in batch]
         taps = batch[0][1].contiguous() if len(batch) == 1 else torch.cat([t for _, t in batch])
         self._draft.check_taps(taps)
-        self._decoder.write_context(taps.float(), self._fc, self._context_norm, self._kv, spans)
+        self.decoder.write_context(taps.float(), self._fc, self._context_norm, self._kv, spans)
         for context, new in batch:
             context.length += len(new)
 
     def block_hidden(self, contexts: Sequence[DraftContext], x: Tensor, slots: int, n: int) -> Tensor:
         """Embedded blocks x [R * slots, d] -> [R, n, d]; see `DSparkDraft.block_hidden`."""
-        self._decoder.run(x, [_span(context, slots) for context in contexts])
+        self.decoder.run(x, [_span(context, slots) for context in contexts])
         last = torch.arange(len(x)).view(-1, slots)[:, slots - n :].reshape(-1).contiguous()
         normed, _, _ = head(x, last, self._norm, self._draft.config.rms_norm_eps, None)
         return normed.view(len(contexts), n, -1)

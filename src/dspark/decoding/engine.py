@@ -25,6 +25,7 @@ from dspark.decoding.request import Active, FinishReason, NoState, Request, Resu
 from dspark.decoding.text import StopText
 from dspark.decoding.verify import verify_coupled, verify_greedy, verify_largest, verify_rejection
 from dspark.errors import DsparkError
+from dspark.kernels.library import own_threads
 from dspark.targets.base import Target, TargetOutput
 
 PREFILL_TOKENS = 2048
@@ -173,7 +174,8 @@ class Engine:
         try:
             self._make_room()
             if self.running:
-                self._pass(steps)
+                with own_threads():
+                    self._pass(steps)
         except Exception as error:
             steps += [self._end(active, "error", error) for active in self.running if not active.finished]
         for active in [active for active in self.running if active.finished]:

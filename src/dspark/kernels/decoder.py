@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.kernels.library import CDecoder, CLayer, CSegment, address, addresses, library
+from dspark.kernels.library import CDecoder, CLayer, CSegment, address, addresses, library, threads
 from dspark.kernels.matrix import Matrix
 
 PANEL = 16
@@ -81,10 +81,11 @@ def interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Decoder:
-    """Layers that run together. tables: the rotary tables."""
+    """Layers that run together. tables: the rotary tables; storages: the formats of their matrices."""
 
     def __init__(self, shape: Shape, layers: Sequence[LayerWeights], tables: Tables) -> None:
         self.shape, self._tables = shape, tables
+        self.storages = sorted({m.format for w in layers for m in (w.qkv, w.out, w.gate_up, w.down)})
         self._kept: list[Any] = []
         self._layers = (CLayer * len(layers))(*[self._layer(layer) for layer in layers])
         s = shape
@@ -115,7 +116,7 @@ class Decoder:
         cos, sin = self._tables(max(span.start + span.count for span in spans))
         library().dspark_decode(
             ctypes.byref(self._c), address(x), rows, address(cos), address(sin), _segments(spans), len(spans),
-            (ctypes.c_int32 * len(taps))(*taps), len(taps), address(tapped), torch.get_num_threads(),
+            (ctypes.c_int32 * len(taps))(*taps), len(taps), address(tapped), threads(),
         )  # fmt: skip
         return tapped
 
@@ -127,7 +128,7 @@ class Decoder:
         cos, sin = self._tables(max(span.start + span.count for span in spans))
         library().dspark_context(
             ctypes.byref(self._c), address(taps), len(taps), ctypes.byref(fc.c), address(norm), ctypes.byref(kv.c),
-            address(cos), address(sin), _segments(spans), len(spans), torch.get_num_threads(),
+            address(cos), address(sin), _segments(spans), len(spans), threads(),
         )  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def head(x: Tensor, chosen: Tensor, norm: Tensor, eps: float, matrix: Matrix | N
         library().dspark_head(
             address(x), x.shape[1], address(chosen), rows, address(norm), eps, address(normed),
             None if matrix is None else ctypes.byref(matrix.c), address(logits), address(best),
-            torch.get_num_threads(),
+            threads(),
         )  # fmt: skip
     return normed, logits, best
 
@@ -165,6 +166,6 @@ def markov_tokens(base: Tensor, w1: Tensor, w2: Matrix, first: Tensor, ids: Tens
     tokens = torch.empty(requests, slots, dtype=torch.int64)
     library().dspark_markov(
         address(base), requests, slots, address(w1), ctypes.byref(w2.c), address(first), address(ids), address(tokens),
-        torch.get_num_threads(),
+        threads(),
     )  # fmt: skip
     return tokens

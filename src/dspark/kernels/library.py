@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -127,6 +129,33 @@ def load(name: str) -> Any:
     found.dspark_packed_bytes.argtypes, found.dspark_packed_bytes.restype = [integer] * 3, long
     found.dspark_vector_width.argtypes, found.dspark_vector_width.restype = [], integer
     return found
+
+
+_own = threading.local()
+
+
+def threads() -> int:
+    """With how many threads the kernels run: PyTorch's number."""
+    return getattr(_own, "threads", 0) or torch.get_num_threads()
+
+
+@contextmanager
+def own_threads() -> Iterator[None]:
+    """Inside, PyTorch's operations run in the calling thread alone, and the kernels with all threads.
+
+    PyTorch's threads stay awake for milliseconds after an operation that used them, and a pass that begins meanwhile
+    takes twice as long, because they sit where its own threads should run.
+    """
+    if library() is None or getattr(_own, "threads", 0):
+        yield
+        return
+    _own.threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(_own.threads)
+        _own.threads = 0
 
 
 def address(tensor: Tensor | None) -> int | None:

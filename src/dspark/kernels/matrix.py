@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.errors import DsparkError
-from dspark.kernels.library import CMatrix, address, library
+from dspark.kernels.library import CMatrix, address, library, threads
 
 Format = Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_1"]
 NUMBERS: dict[Format, int] = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "q8_0": 4, "q4_1": 5}
@@ -52,7 +52,7 @@ class Matrix:
         y = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs
         if rows:
-            self._library.dspark_multiply(ctypes.byref(self.c), address(x), rows, address(y), torch.get_num_threads())
+            self._library.dspark_multiply(ctypes.byref(self.c), address(x), rows, address(y), threads())
         return y
 
 
@@ -86,7 +86,7 @@ def _pack(weight: Tensor, bias: Tensor | None, format: Format, rounded: bool) ->
     scales = torch.zeros(padded) if format == "int8" else None
     exact = library().dspark_pack(
         NUMBERS[format], address(weight), outputs, inputs, address(data), address(scales),
-        int(rounded and not blocks), torch.get_num_threads(),
+        int(rounded and not blocks), threads(),
     )  # fmt: skip
     if not exact and (blocks or not rounded):
         return None

@@ -41,7 +41,7 @@ class CompiledDecoder:
         )
         layers = [_layer(layer, storage) for layer in decoder.layers]
         self.weight_bytes = sum(m.bytes for w in layers for m in (w.qkv, w.out, w.gate_up, w.down))
-        self._decoder = Decoder(shape, layers, _Tables(decoder.rotary_emb, first.head_dim).of)
+        self.decoder = Decoder(shape, layers, _Tables(decoder.rotary_emb, first.head_dim).of)
         self._norm, self._eps = decoder.norm.weight.detach().float().contiguous(), config.rms_norm_eps
         matrix = pack(output.weight, output.bias, storage)
         self.head = PackedLinear(output, matrix.multiply, matrix.format)
@@ -58,7 +58,7 @@ class CompiledDecoder:
         """New tokens x [rows, d] through the layers, in place; taps in any order -> [rows, m * d]."""
         ascending = sorted(set(taps))
         spans = [Span(s.start, s.count, s.cache.capacity, _pointers(s.cache)) for s in ragged.segments]
-        tapped = self._decoder.run(x, spans, ascending)
+        tapped = self.decoder.run(x, spans, ascending)
         if tapped is None or list(taps) == ascending:
             return tapped
         places = [ascending.index(tap) for tap in taps]
