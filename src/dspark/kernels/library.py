@@ -131,12 +131,16 @@ def load(name: str) -> Any:
     return found
 
 
-_own = threading.local()
+class _Own(threading.local):
+    threads = 0
+
+
+_own = _Own()
 
 
 def threads() -> int:
     """With how many threads the kernels run: PyTorch's number."""
-    return getattr(_own, "threads", 0) or torch.get_num_threads()
+    return _own.threads or torch.get_num_threads()
 
 
 @contextmanager
@@ -146,7 +150,7 @@ def own_threads() -> Iterator[None]:
     PyTorch's threads stay awake for milliseconds after an operation that used them, and a pass that begins meanwhile
     takes twice as long, because they sit where its own threads should run.
     """
-    if library() is None or getattr(_own, "threads", 0):
+    if library() is None or _own.threads:
         yield
         return
     _own.threads = torch.get_num_threads()
