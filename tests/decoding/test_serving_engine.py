@@ -235,6 +235,18 @@ def test_a_request_that_fails_alone(target, draft, monkeypatch):
     assert other.result.output_ids == plain(target, other.request).output_ids
 
 
+def test_a_tokenizer_that_fails_is_told(target, draft, monkeypatch):
+    """Not even the text of the end can be had: the request must not vanish without a word."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(type(target.tokenizer), "decode", fail)
+    monkeypatch.setattr(type(target.tokenizer), "convert_ids_to_tokens", fail)
+    with pytest.raises(RuntimeError, match="no text"):
+        list(make(target, draft).run([Request(PROMPTS[0], 5)]))
+
+
 def test_a_request_that_cannot_be_let_in(target, draft, monkeypatch):
     engine = make(target, draft, 2)
     first = engine.add(Request(PROMPTS[0], 10))

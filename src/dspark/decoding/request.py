@@ -266,9 +266,13 @@ class Active:
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """It ends from outside: cancelled, out of time, or failed."""
         self.result.finish_reason, self.result.error = reason, error
-        if self.words is not None:
+        if self.words is None:
+            return
+        try:
             self.words.close()
-            self.result.text = self.words.text
+        except Exception as failure:  # the tokenizer: that must reach the caller, and this request must end
+            self.result.error = error or failure
+        self.result.text = self.words.text
 
     def release(self) -> None:
         """Hold no memory any more."""
