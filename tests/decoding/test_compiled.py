@@ -415,3 +415,26 @@ def test_confidences_are_those_of_the_plain_draft() -> None:
         found.append(torch.tensor([step.confidence for step in steps if step.round is not None and step.confidence]))
     assert found[0].numel() > 30
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_were_changed_after_packing_are_refused() -> None:
+    """They would be served as they were, or half and half: acceptance drops and nobody knows why."""
+    target = small_target(vocab_size=128, num_hidden_layers=4)
+    for change in (lambda d: d.load_state_dict(d.state_dict()), lambda d: d.to(torch.bfloat16)):
+        draft = guessing_draft(None)
+        make_proposer(target, draft, 2)
+        make_proposer(target, draft, 3)
+        change(draft)
+        with pytest.raises(DsparkError, match="load it again"):
+            make_proposer(target, draft, 2)
+
+
+def test_a_packed_draft_cannot_be_trained() -> None:
+    """Its packed parts give no gradient: without a word they would stay as they are."""
+    target = small_target(vocab_size=128, num_hidden_layers=4)
+    draft = guessing_draft(None)
+    make_proposer(target, draft, 2)
+    draft.requires_grad_(True)
+    hidden = torch.zeros(1, 2, draft.config.hidden_size, requires_grad=True)
+    with pytest.raises(DsparkError, match="no gradient"):
+        draft.teacher_logits(hidden, torch.zeros(1, 2, dtype=torch.int64))

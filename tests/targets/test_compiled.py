@@ -28,7 +28,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dspark.errors import DsparkError
 from dspark.kernels import library
+from dspark.targets.cache import RequestCache
 from dspark.targets.packed import PackedLinear, Storage, _rounded
 from dspark.targets.transformers import TransformersTarget, load_target
 
@@ -316,3 +318,46 @@ def test_models_here_have_numbers_everywhere() -> None:
     """What is compared must depend on norms and biases too."""
     for build in MODELS.values():
         assert all(bool(p.std() > 0.05) for p in build().parameters())
+
+
+def test_an_adapter_in_a_layer_is_not_passed_by() -> None:
+    """A wrapper that forwards `weight` looks packable; the base model would be served in its place."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base, self.weight, self.bias = base, base.weight, base.bias
+            self.down, self.up = (
+                torch.nn.Linear(base.in_features, 32, False),
+                torch.nn.Linear(32, base.out_features, False),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    model = small_model()
+    model.model.layers[1].self_attn.o_proj = Adapter(model.model.layers[1].self_attn.o_proj)
+    assert TransformersTarget("adapted", model, None)._compiled is None
+
+
+def test_the_default_dtype_of_the_user_does_not_matter() -> None:
+    """Buffers that the kernels write are float32 whatever `torch.set_default_dtype` says."""
+    target, ids = small_target(), torch.arange(20)
+    wanted = target.forward([(target.new_state(30), ids)], [1]).logits
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found = target.forward([(target.new_state(30), ids)], [1]).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(found, wanted)
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    """It would be read and written past its ends: fewer layers, or none that were allocated."""
+    target = small_target()
+    for keys in ([None] * target.num_layers, [torch.zeros(1, 2, 30, 32)] * (target.num_layers - 1)):
+        state = RequestCache(len(keys), 30)
+        state.keys, state.values = list(keys), list(keys)
+        with pytest.raises(DsparkError, match="state"):
+            target.forward([(state, torch.arange(5))])

@@ -16,7 +16,7 @@ from dspark.decoding.verify import draft_token
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
-from dspark.targets.packed import pack_linears, packed
+from dspark.targets.packed import fingerprint, pack_linears, packed
 
 
 @dataclass
@@ -215,9 +215,16 @@ def make_proposer(
     draft.config.check_target(None, target.num_layers, target.hidden_size, target.vocab_size)
     draft.eval().requires_grad_(False)
     draft.bind(target.embedding_weight, target.head_weight)
-    draft.compiled = draft.compiled or compile_draft(draft)
-    for part in (draft.markov_head,) if draft.compiled else (draft,):  # what runs compiled is packed already
-        if part is not None:
-            pack_linears(part)
+    if draft.packed is None:
+        draft.compiled = compile_draft(draft)
+        for part in (draft.markov_head,) if draft.compiled else (draft,):  # what runs compiled is packed already
+            if part is not None:
+                pack_linears(part)
+        draft.packed = fingerprint(draft)
+    elif draft.packed != fingerprint(draft):
+        remedy = "its weights were changed after it was made ready to decode; load it again"
+        raise DsparkError("draft", draft.config.target_name, remedy)
+    elif draft.compiled is None:
+        draft.compiled = compile_draft(draft)  # its vocabulary was set anew
     draft.head = packed(draft.head)  # lent by the target, so not inside the draft
     return DSparkProposer(draft, n, mode, confidence)

@@ -106,6 +106,7 @@ class DSparkDraft(Backbone):
         )
         self._bound: _Bound | None = None
         self.compiled: CompiledPasses | None = None
+        self.packed: Any = None  # what its weights were when they were packed for decoding
         self._initialise()
 
     def _initialise(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.errors import DsparkError
 from dspark.kernels.library import CDecoder, CLayer, CSegment, address, addresses, library, threads
 from dspark.kernels.matrix import Matrix
 
@@ -59,8 +60,19 @@ class Pointers:
     """Where one request's K/V lie: a tensor [kv_heads, capacity, head_dim] for each layer, contiguous."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self.shapes = {tuple(tensor.shape[-3:]) for tensor in (*keys, *values)}
+        self.layers = len(keys)
+        if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in (*keys, *values)):
+            raise DsparkError(
+                "state",
+                str({str(tensor.dtype) for tensor in keys}),
+                "a compiled pass keeps its K/V in contiguous float32",
+            )
         self._keys, self._values = addresses(keys), addresses(values)
         self.keys, self.values = ctypes.addressof(self._keys), ctypes.addressof(self._values)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None  # a copy of what it points to lies elsewhere
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,10 @@ class Decoder:
         taps: layers in ascending order; x after each, side by side [rows, taps * d].
         """
         rows, width = x.shape
-        tapped = torch.empty(rows, len(taps) * width) if taps else None
+        if x.dtype != torch.float32:
+            raise DsparkError("dtype", str(x.dtype), "passes were compiled for float32; load the model again")
+        tapped = torch.empty(rows, len(taps) * width, dtype=torch.float32) if taps else None
+        self._check(spans)
         cos, sin = self._tables(max(span.start + span.count for span in spans))
         library().dspark_decode(
             ctypes.byref(self._c), address(x), rows, address(cos), address(sin), _segments(spans), len(spans),
@@ -120,11 +135,20 @@ class Decoder:
         )  # fmt: skip
         return tapped
 
+    def _check(self, spans: Sequence[Span]) -> None:
+        """Raises DsparkError for the state of another model: it would be written past its ends."""
+        for span in spans:
+            wanted = (self.shape.kv_heads, span.capacity, self.shape.head_dim)
+            if span.pointers.layers != len(self._layers) or span.pointers.shapes != {wanted}:
+                found = f"{span.pointers.layers} layers of {sorted(span.pointers.shapes)}"
+                raise DsparkError("state", found, f"this model needs {len(self._layers)} layers of {wanted}")
+
     def write_context(self, taps: Tensor, fc: Matrix, norm: Tensor, kv: Matrix, spans: Sequence[Span]) -> None:
         """A DFlash draft's context of committed tokens: taps [rows, m * d] -> norm(fc taps) -> K/V of every layer.
 
         kv: the layers' k and v one after the other.
         """
+        self._check(spans)
         cos, sin = self._tables(max(span.start + span.count for span in spans))
         library().dspark_context(
             ctypes.byref(self._c), address(taps), len(taps), ctypes.byref(fc.c), address(norm), ctypes.byref(kv.c),
@@ -145,8 +169,8 @@ def head(x: Tensor, chosen: Tensor, norm: Tensor, eps: float, matrix: Matrix | N
     """norm(x)[chosen] [rows, d]; with a matrix also its logits [rows, V] and the place of the largest of each row
     [rows], the first of equals (else empty). x [.., d], chosen [rows] int64."""
     rows = len(chosen)
-    normed = torch.empty(rows, x.shape[1])
-    logits = torch.empty(rows, 0 if matrix is None else matrix.outputs)
+    normed = torch.empty(rows, x.shape[1], dtype=torch.float32)
+    logits = torch.empty(rows, 0 if matrix is None else matrix.outputs, dtype=torch.float32)
     best = torch.empty(0 if matrix is None else rows, dtype=torch.int64)
     if rows:
         library().dspark_head(

@@ -6,6 +6,7 @@
 #include "matrix.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
+#include <pthread.h>
 
 struct Layer {
     const float *attention_norm, *q_norm, *k_norm, *mlp_norm; // q_norm, k_norm: per head, or null
@@ -28,14 +29,16 @@ struct Segment {
 namespace {
 
 // Never destroyed: a thread may still be inside a call when the process ends.
-std::mutex &one_call = *new std::mutex;
+std::mutex *one_call = new std::mutex;
 enum Buffer { NORMED, QKV, MIXED, INNER, SCORES, SUMS_OF_BLOCKS, BUFFERS };
 std::vector<float> *const buffers = new std::vector<float>[BUFFERS];
 Team *team = nullptr;
 
+// A forked child has no threads but its own, and whoever was in a call stayed in the parent.
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { one_call = new std::mutex, team = nullptr; });
+
 Team &team_of(int threads) {
-    if (team && team->owner != getpid()) team = nullptr; // a forked child: the threads stayed in the parent
-    if (team && team->size != threads) delete team, team = nullptr;
+    if (team && team->asked != threads) delete team, team = nullptr;
     if (!team) team = new Team(threads);
     return *team;
 }
@@ -181,7 +184,7 @@ int64_t dspark_packed_bytes(int format, int outputs, int inputs) {
 // with `rounded` the others are rounded, without it packing ends at the first.
 int dspark_pack(int format, const float *weight, int outputs, int inputs, uint8_t *data, float *scales, int rounded,
                 int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     Team &team = team_of(threads);
     std::atomic<bool> exact{true};
     team.run([&](int) {
@@ -195,7 +198,7 @@ int dspark_pack(int format, const float *weight, int outputs, int inputs, uint8_
 
 // y [rows, outputs] = x [rows, inputs] times m.
 void dspark_multiply(const Matrix *m, const float *x, int64_t rows, float *y, int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     Team &team = team_of(threads);
     make_room(rows, {m});
     team.run([&](int) { multiply(team, *m, x, rows, y, m->outputs, WRITE); });
@@ -206,7 +209,7 @@ void dspark_multiply(const Matrix *m, const float *x, int64_t rows, float *y, in
 void dspark_decode(const Decoder *decoder, float *x, int64_t rows, const float *cos, const float *sin,
                    const Segment *segments, int64_t count, const int32_t *taps, int64_t tap_count, float *tapped,
                    int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     const Decoder &d = *decoder;
     const int64_t q_width = (int64_t)d.heads * d.head_dim, stride = q_width + 2ll * d.kv_heads * d.head_dim;
     const std::vector<int32_t> owner = owners(segments, count, rows);
@@ -256,7 +259,7 @@ void dspark_decode(const Decoder *decoder, float *x, int64_t rows, const float *
 void dspark_context(const Decoder *decoder, const float *taps, int64_t rows, const Matrix *fc, const float *norm,
                     const Matrix *kv, const float *cos, const float *sin, const Segment *segments, int64_t count,
                     int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     const Decoder &d = *decoder;
     const std::vector<int32_t> owner = owners(segments, count, rows);
     float *states = buffer(NORMED, rows * d.width), *pairs = buffer(QKV, rows * kv->outputs);
@@ -275,7 +278,7 @@ void dspark_context(const Decoder *decoder, const float *taps, int64_t rows, con
 // place of the largest of each row (`first_largest`).
 void dspark_head(const float *x, int64_t width, const int64_t *chosen, int64_t rows, const float *weight, float eps,
                  float *normed, const Matrix *m, float *logits, int64_t *best, int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     Team &team = team_of(threads);
     if (m) make_room(rows, {m});
     team.run([&](int) {
@@ -293,7 +296,7 @@ void dspark_head(const float *x, int64_t width, const int64_t *chosen, int64_t r
 // token that an output stands for (null: itself) -> tokens [requests, slots].
 void dspark_markov(const float *base, int64_t requests, int64_t slots, const float *w1, const Matrix *w2,
                    const int64_t *first, const int64_t *ids, int64_t *tokens, int threads) {
-    std::lock_guard<std::mutex> hold(one_call);
+    std::lock_guard<std::mutex> hold(*one_call);
     Team &team = team_of(threads);
     const int64_t outputs = w2->outputs, rank = w2->inputs;
     float *before = buffer(NORMED, requests * rank), *logits = buffer(QKV, requests * outputs);

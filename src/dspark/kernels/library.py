@@ -136,6 +136,8 @@ class _Own(threading.local):
 
 
 _own = _Own()
+_lock = threading.Lock()
+_passes, _number = 0, 1  # threads that are inside `own_threads`, and PyTorch's number before the first of them was
 
 
 def threads() -> int:
@@ -153,13 +155,18 @@ def own_threads() -> Iterator[None]:
     if library() is None or _own.threads:
         yield
         return
-    _own.threads = torch.get_num_threads()
+    global _passes, _number
+    with _lock:
+        if not _passes:  # else PyTorch may say 1, to a thread that asks it for the first time
+            _number = torch.get_num_threads()
+        _passes, _own.threads = _passes + 1, _number
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(_own.threads)
-        _own.threads = 0
+        with _lock:
+            _passes, _own.threads = _passes - 1, 0
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -49,7 +49,7 @@ class Matrix:
         """x [..., inputs] float32 -> x @ weight.T + bias [..., outputs]."""
         assert x.dtype == torch.float32 and x.shape[-1] == self.inputs  # else memory past the ends is used
         x = x.detach().contiguous()
-        y = torch.empty(*x.shape[:-1], self.outputs)
+        y = torch.empty(*x.shape[:-1], self.outputs, dtype=torch.float32)
         rows = x.numel() // self.inputs
         if rows:
             self._library.dspark_multiply(ctypes.byref(self.c), address(x), rows, address(y), threads())
@@ -68,6 +68,8 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     A format that is asked for rounds what it does not hold; q8_0 and q4_1 are for weights that came from such blocks.
     Raises DsparkError for weights that they do not hold.
     """
+    if format is not None and format not in NUMBERS:
+        raise DsparkError("storage", format, f"must be one of {', '.join(NUMBERS)}")
     weight = weight.detach().contiguous()
     for candidate in SMALLEST_FIRST if format is None else (format,):
         packed = _pack(weight, bias, candidate, rounded=format is not None)
@@ -83,7 +85,7 @@ def _pack(weight: Tensor, bias: Tensor | None, format: Format, rounded: bool) ->
     room = torch.empty(size + LINE, dtype=torch.uint8)
     data = room[-room.data_ptr() % LINE :][:size]  # whole cache lines
     padded = -(-outputs // 32) * 32
-    scales = torch.zeros(padded) if format == "int8" else None
+    scales = torch.zeros(padded, dtype=torch.float32) if format == "int8" else None
     exact = library().dspark_pack(
         NUMBERS[format], address(weight), outputs, inputs, address(data), address(scales),
         int(rounded and not blocks), threads(),

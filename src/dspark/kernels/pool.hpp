@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
-#include <unistd.h>
 #include <vector>
 
 static inline void pause_briefly() {
@@ -18,8 +18,14 @@ static inline void pause_briefly() {
 
 class Team {
   public:
-    explicit Team(int size) : size(size), owner(getpid()) {
-        for (int i = 1; i < size; i++) threads.emplace_back([this, i] { serve(i); });
+    // Fewer than asked for when the system gives no more.
+    explicit Team(int asked) : asked(asked) {
+        std::lock_guard<std::mutex> hold(lock); // nobody serves before the size is known
+        try {
+            for (int i = 1; i < asked; i++) threads.emplace_back([this, i] { serve(i); });
+        } catch (const std::system_error &) {
+        }
+        size = (int)threads.size() + 1;
     }
     ~Team() {
         {
@@ -56,8 +62,8 @@ class Team {
         barrier();
     }
 
-    const int size;
-    const pid_t owner;
+    const int asked;
+    int size = 1;
 
   private:
     int stage_parity() const { return phase.load(std::memory_order_acquire) & 1; }

@@ -52,7 +52,8 @@ class CompiledDecoder:
         """Give a request its K/V at once: the kernels write where they are."""
         shape = (len(state.keys), 1, self.heads, state.capacity, self.head_dim)
         with torch.inference_mode(False):
-            state.keys, state.values = list(torch.empty(shape).unbind()), list(torch.empty(shape).unbind())
+            state.keys = [*torch.empty(shape, dtype=torch.float32)]
+            state.values = [*torch.empty(shape, dtype=torch.float32)]
 
     def forward(self, x: Tensor, ragged: RaggedCache, taps: Sequence[int]) -> Tensor | None:
         """New tokens x [rows, d] through the layers, in place; taps in any order -> [rows, m * d]."""
@@ -73,7 +74,7 @@ def compiled(decoder: Any, output: nn.Module, storage: Storage | None = None) ->
     """A decoder (layers, norm, rotary_emb) and its head `output` compiled; None where the kernels are not built or do
     not know such a model, or its sizes or types."""
     config = decoder.config
-    known = all(type(layer).__name__ in LAYERS for layer in decoder.layers) and config.hidden_act == "silu"
+    known = all(_known(layer) for layer in decoder.layers) and config.hidden_act == "silu"
     if not known or (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") not in ROTARY:
         return None
     attention = decoder.layers[0].self_attn
@@ -84,6 +85,15 @@ def compiled(decoder: Any, output: nn.Module, storage: Storage | None = None) ->
         return None
     assert isinstance(output, nn.Linear)
     return CompiledDecoder(decoder, output, storage)
+
+
+def _known(layer: Any) -> bool:
+    """A layer of a family above with plain linear layers in it: an adapter's would be passed by."""
+    if type(layer).__name__ not in LAYERS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    inner = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return all(type(one) is nn.Linear for one in (*inner, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def _layer(layer: Any, storage: Storage | None) -> LayerWeights:
@@ -121,7 +131,9 @@ class _Tables:
         if len(self._held[0]) < positions:
             with torch.inference_mode(False), torch.no_grad():
                 wanted = torch.arange(max(1024, 2 * positions))[None]
-                cos, sin = (table[0].contiguous() for table in self._rotary(torch.empty(1), wanted))
+                cos, sin = (
+                    table[0].contiguous() for table in self._rotary(torch.empty(1, dtype=torch.float32), wanted)
+                )
                 sin[:, : self._half] *= -1
             self._held = cos, sin
         return self._held

@@ -21,6 +21,7 @@ from typing import TypeGuard, get_args
 import torch
 from torch import Tensor, nn
 
+from dspark.errors import DsparkError
 from dspark.kernels.matrix import Format, pack, packable
 
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -111,6 +112,8 @@ class PackedLinear(nn.Module):
         self._product = product
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise DsparkError("weight", "packed", "has no gradient; train a model that was not made ready to decode")
         return self._product(x)
 
 
@@ -187,6 +190,13 @@ def _fit_together(layers: Sequence[nn.Linear], wanted: int) -> bool:
     """All there, of one input width, and all with a bias or all without."""
     shapes = {(layer.in_features, layer.bias is None) for layer in layers}
     return len(layers) == wanted and len(shapes) == 1
+
+
+def fingerprint(module: nn.Module) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Where the parameters are, how often they were written and their type: another one when weights were changed."""
+    return tuple(
+        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for name, p in module.named_parameters()
+    )
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -37,7 +37,8 @@ def load_target(
     """Load a causal LM from a folder, a hub name or `embedded:smollm2-135m`.
 
     packed: pre-pack the linear layers where that helps (float32 on a CPU); storage: how (None: the smallest way that
-    holds every weight exactly; the others round them, which makes another target).
+    holds every weight exactly; the others round them, which makes another target). Packed weights are read once, here:
+    give packed=False to change them afterwards.
     Raises DsparkError when there is no such model, its files cannot be read, or its weights cannot be stored so.
     """
     with _loading(name_or_path) as source:
