@@ -46,7 +46,7 @@ from dspark.decoding.request import Request, SamplingSettings
 from dspark.demo import run_demo
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
-from dspark.kernels.library import explain
+from dspark.kernels.library import explain, library
 from dspark.machine import describe_machine
 from dspark.serving.command import serve_command
 from dspark.targets.embedded import EMBEDDED
@@ -67,6 +67,7 @@ console = Console()
 errors = Console(stderr=True)
 
 Dtype = Literal["fp32", "bf16"]
+DemoStorage = Literal["bfloat16", "exact"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 TargetOption = Annotated[str, typer.Option(help="Model folder, hub name, or the embedded target.")]
@@ -359,10 +360,19 @@ def demo_command(
     draft: NeededDraftOption = EMBEDDED_DRAFT,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("demo.html"),
     max_tokens: Annotated[int, typer.Option(help="Answer tokens at most.")] = 64,
+    storage: Annotated[
+        DemoStorage | None,
+        typer.Option(
+            help="How the target's weights are kept: rounded to bfloat16, as most targets are published, or exact "
+            "(the smallest way that holds every one)  [default: bfloat16; exact without compiled kernels]"
+        ),
+    ] = None,
 ) -> None:
     """Plain decoding against DSpark at n = 3 and n = 7 on 15 prompts: same tokens, a table and a page."""
-    loaded = load_target(target)
-    comparison = run_demo(loaded, load_named_draft(draft), out, max_tokens=max_tokens, draft_name=draft)
+    kept: DemoStorage = storage or ("exact" if library() is None else "bfloat16")
+    loaded = load_target(target, storage=None if kept == "exact" else kept)
+    named = f"{kept} weights, {loaded.weight_bytes / 1e6:.0f} MB a pass"
+    comparison = run_demo(loaded, load_named_draft(draft), out, max_tokens=max_tokens, draft_name=draft, weights=named)
     if not comparison.lossless:
         raise typer.Exit(1)
 

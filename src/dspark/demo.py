@@ -37,11 +37,13 @@ def run_demo(
     max_tokens: int = MAX_TOKENS,
     time_budget: float = TIME_BUDGET,
     draft_name: str = "draft",
+    weights: str = "as loaded",
     console: Console | None = None,
 ) -> Comparison:
     """Decode the prompts (the shipped ones when None) plain and at each n, greedy, batch 1; table and page.
 
     draft_name: `embedded` or the draft's folder, where the prompts it was trained on are looked up.
+    weights: how the target's are kept, for the report.
     max_tokens: for each answer; a machine too slow for `time_budget` seconds gets fewer, and is told so.
     Returns the comparison; the caller exits non-zero unless `.lossless`. Raises DsparkError for n > gamma.
     """
@@ -64,7 +66,8 @@ def run_demo(
         comparison = compare(target, draft, questions, modes, fitting, engines=engines, on_run=show)
     machine, overlap = describe_machine(), find_overlap(draft_folder(draft_name), questions)
     settings = {
-        "target": f"{target.name}, {str(target.dtype).removeprefix('torch.')}",
+        "target": target.name,
+        "weights": weights,
         "draft": draft_name,
         "decoding": f"greedy, batch 1, up to {fitting} tokens an answer",
         "prompts": str(overlap),
@@ -80,6 +83,7 @@ def run_demo(
     console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, highlight=False)
     console.print(_verdict(comparison), style="green" if comparison.lossless else "bold red")
     console.print(f"{machine['processor']}, torch {machine['torch']}, {machine['torch threads']} threads", style="dim")
+    console.print(f"target: {target.name}, {weights}", style="dim", markup=False, highlight=False)
     console.print(f"page: {out}", markup=False, soft_wrap=True)
     return comparison
 

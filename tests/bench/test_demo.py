@@ -20,10 +20,18 @@ def test_demo_prints_the_table_and_writes_the_page(
     console = Console(file=io.StringIO(), width=80)
     prompts = [Prompt(f"maths/{i}", (f"what is {i} + {i}?",)) for i in range(3)]
     out = tmp_path / "demo.html"
-    comparison = run_demo(target, draft, out, prompts=prompts, max_tokens=16, console=console)
+    comparison = run_demo(target, draft, out, prompts=prompts, max_tokens=16, weights="rounded, 3 MB", console=console)
     assert comparison.lossless and len(comparison.runs["n = 7"]) == 3
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for expected in ("plain", "n = 3", "n = 7", "bonus counted", "same tokens in every mode", "demo.html"):
+    for expected in (
+        "plain",
+        "n = 3",
+        "n = 7",
+        "bonus counted",
+        "same tokens in every mode",
+        "rounded, 3 MB",
+        "demo.html",
+    ):
         assert expected in text
     row = next(line for line in text.splitlines() if line.startswith("n = 7"))
     assert "x [" in row and "…" not in text  # the row is whole within 80 columns
