@@ -200,6 +200,12 @@ def test_missing_folder_and_bad_file(tmp_path, tiny_llama_folder):
         load_target(str(broken))
 
 
+def test_a_misspelt_embedded_target_is_told_the_name():
+    """The hub would be asked for it, and answer with its own rules for names."""
+    with pytest.raises(DsparkError, match="there is embedded:smollm2-135m"):
+        load_target("embedded:smollm")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "someone/no-such-model"])
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])
 def test_a_hub_name_without_a_network_is_not_called_a_folder(monkeypatch, load, name):

@@ -248,7 +248,7 @@ def _existing(folder: Path) -> Path:
         return folder
     if _previous(folder).is_dir():  # a save was killed between its two renames
         return _previous(folder)
-    raise DsparkError("draft", str(folder), "is not a folder; give the folder of a draft checkpoint")
+    raise DsparkError("draft", str(folder), "is not a folder; give the folder of a draft checkpoint, or `embedded`")
 
 
 def _read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -28,7 +28,9 @@ transformers_logging.disable_progress_bar()  # its bars would break up ours
 
 HUB_SECONDS = 5.0
 """Time in which the hub must answer when it is asked for a model for the first time."""
-_NO_HUB = "is neither a folder nor in the local cache, and the hub could not be reached; give a model folder"
+_NO_HUB = (
+    f"is neither a folder nor in the local cache, and the hub could not be reached; give a model folder or {EMBEDDED}"
+)
 
 
 def load_target(
@@ -63,6 +65,8 @@ def load_tokenizer(name_or_path: str) -> Any:
 def _loading(name: str) -> Iterator[str]:
     """Where to load a target from; what goes wrong there becomes a DsparkError."""
     source = str(ensure_embedded()) if name == EMBEDDED else name
+    if name.startswith("embedded") and name != EMBEDDED:
+        raise DsparkError("target", name, f"is not an embedded target; there is {EMBEDDED}")
     if _looks_like_folder(source) and not Path(source).is_dir():
         raise DsparkError("target", name, "no such folder; give a model folder, a hub name or " + EMBEDDED)
     if not Path(source).is_dir():
