@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +97,10 @@ def test_pytorch_keeps_to_one_thread_beside_the_kernels() -> None:
         assert (torch.get_num_threads(), library.threads()) == (3, 3)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="without a compiler there are none, and that is tested apart")
+@pytest.mark.skipif(os.environ.get(library.SETTING) == "none", reason="they are turned off")
+def test_where_there_is_a_compiler_they_were_built() -> None:
+    """Else every test of them would be left out, and nobody would notice."""
+    assert library.kind() is not None, "reinstall the package"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dspark.drafts.backbone import Layer
 from dspark.drafts.dspark import DraftContext, DSparkDraft
-from dspark.kernels.decoder import Decoder, LayerWeights, Pointers, Shape, Span, head, interleaved, markov_tokens
+from dspark.kernels.decoder import Decoder, Pointers, Shape, Span, head, markov_tokens
+from dspark.targets.compiled import layer_weights
 from dspark.targets.packed import pack, packable
 
 
@@ -31,7 +31,11 @@ class CompiledDraft:
         )
         like = draft.norm.weight
         layers = [
-            _layer(layer, config.sliding_window or 0 if kind == "sliding_attention" else 0, _causal(draft, kind))
+            layer_weights(
+                layer,
+                window=config.sliding_window or 0 if kind == "sliding_attention" else 0,
+                causal=_causal(draft, kind),
+            )
             for layer, kind in zip(draft.decoder_layers, config.layer_types, strict=True)
         ]
         self.decoder = Decoder(shape, layers, lambda positions: draft.rotary.tables(positions, like))
@@ -82,24 +86,6 @@ def compile_draft(draft: DSparkDraft) -> CompiledDraft | None:
 def _causal(draft: DSparkDraft, kind: str) -> bool:
     """A block's slots see each other, but in sliding layers only those before them unless the config says otherwise."""
     return kind == "sliding_attention" and not draft.config.sliding_window_non_causal
-
-
-def _layer(layer: Layer, window: int, causal: bool) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    bias = None if attention.q_proj.bias is None else torch.cat([p.bias.detach() for p in projections])
-    return LayerWeights(
-        attention_norm=layer.input_layernorm.weight,
-        qkv=pack(torch.cat([p.weight.detach() for p in projections]), bias),
-        out=pack(attention.o_proj.weight, attention.o_proj.bias),
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=pack(interleaved(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach())),
-        down=pack(mlp.down_proj.weight),
-        q_norm=attention.q_norm.weight,
-        k_norm=attention.k_norm.weight,
-        window=window,
-        causal=causal,
-    )
 
 
 def _span(context: DraftContext, count: int) -> Span:

@@ -39,7 +39,7 @@ class CompiledDecoder:
             eps=config.rms_norm_eps,
             scale=first.scaling,
         )
-        layers = [_layer(layer, storage) for layer in decoder.layers]
+        layers = [layer_weights(layer, storage, _window(layer)) for layer in decoder.layers]
         self.weight_bytes = sum(m.bytes for w in layers for m in (w.qkv, w.out, w.gate_up, w.down))
         self.decoder = Decoder(shape, layers, _Tables(decoder.rotary_emb, first.head_dim).of)
         self._norm, self._eps = decoder.norm.weight.detach().float().contiguous(), config.rms_norm_eps
@@ -96,11 +96,16 @@ def _known(layer: Any) -> bool:
     return all(type(one) is nn.Linear for one in (*inner, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
-def _layer(layer: Any, storage: Storage | None) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    window = getattr(attention, "sliding_window", None)
+def _window(layer: Any) -> int:
     if type(layer).__name__ == "MistralDecoderLayer":
-        window = getattr(attention.config, "sliding_window", None)
+        return getattr(layer.self_attn.config, "sliding_window", None) or 0
+    return getattr(layer.self_attn, "sliding_window", None) or 0
+
+
+def layer_weights(layer: Any, storage: Storage | None = None, window: int = 0, causal: bool = True) -> LayerWeights:
+    """Pack a decoder layer whose parts have Transformers' names, as our drafts' have too; `kernels.decoder` says what
+    window and causal mean."""
+    attention, mlp = layer.self_attn, layer.mlp
     gate_up = interleaved(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach())
     bias = None
     if mlp.gate_proj.bias is not None:
@@ -116,7 +121,8 @@ def _layer(layer: Any, storage: Storage | None) -> LayerWeights:
         down=pack(mlp.down_proj.weight, mlp.down_proj.bias, storage),
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        window=window or 0,
+        window=window,
+        causal=causal,
     )
 
 
