@@ -99,6 +99,7 @@ class Acceptance(_Part):
     by_output_length: list[LengthBucket] = []
     by_context_depth: list[DepthBucket] = []
     partitions: dict[str, float | None] = {}
+    partition_questions: dict[str, int] = {}
 
 
 class Speed(_Part):
@@ -154,13 +155,16 @@ class Column(_Part):
 
 class SuiteReport(_Part):
     """One suite. flagged: its prompts that are in some draft's training set, reported apart as the suite
-    `NAME (trained on)` and in no mean. lossless: differences from plain decoding that are no ties, and the ties."""
+    `NAME (trained on)` and in no mean. lossless: differences from plain decoding that are no ties, and the ties.
+    shortest_prompt, longest_prompt: the prompts' true span in tokens, as the target read them."""
 
     name: str
     source: str
     prompts_sha256: str
     questions: int
     speed_questions: int
+    shortest_prompt: int | None = None
+    longest_prompt: int | None = None
     looping: int = 0
     apart: bool = False
     flagged: list[str] = []
