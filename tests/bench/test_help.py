@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from benchmarks import choices, decode, engine, generate, train_step
+from benchmarks import choices, engine, generate, train_step
 
 from dspark.checkpoints import builtin, card
 
 PROGRAMS = {
-    "benchmarks/decode.py": decode.main,
     "benchmarks/engine.py": engine.main,
     "benchmarks/generate.py": generate.main,
     "benchmarks/choices.py": choices.main,
@@ -38,7 +37,6 @@ def test_help_has_an_example_and_no_made_up_default(name: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("benchmarks/decode.py", ["gsm8k,humaneval,mbpp,math500,mt-bench,livecodebench", "runs/decode.jsonl", "192"]),
         ("benchmarks/engine.py", ["embedded:smollm2-135m", "3,7", "256", "runs/peers", "not measured"]),
         ("benchmarks/generate.py", ["16,32,64", "generate,capture,train", "fp32,bf16", "0"]),
         ("benchmarks/choices.py", ["150.0", "7,3", "all"]),

@@ -54,39 +54,50 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def mode(n: int, length: float, low: float | None) -> dict[str, Any]:
+def column(length: float, low: float | None) -> dict[str, Any]:
     speed = {"value": 1.5, "low": low, "high": None if low is None else 1.75, "level": 0.95}
     rates = [{"rate": 0.5}, {"rate": None}]
     acceptance = {"macro_length": length, "macro_length_without_loops": length - 0.25, "conditional": rates}
-    speeds = {"speedup_end_to_end": speed, "speedup_decode_only": speed}
-    return {"n": n, "acceptance": acceptance, "speed": speeds if n else {}}
+    return {"acceptance": acceptance, "speed": [{"speedup": speed, "decode_speedup": speed}]}
 
 
-def figures(**settings: Any) -> dict[str, Any]:
-    return {
-        "settings": {"target": "/home/x/tiny", "dtype": "torch.float32", "threads": 2, **settings},
-        "machine": {"processor": "Abacus"},
-        "suites": {
-            "maths": {
-                "questions": 40,
-                "timed_questions": 15,
-                "looping_answers": 3,
-                "ids_equal": True,
-                "modes": {"plain": mode(0, 1.0, None), "n = 3": mode(3, 2.25, 1.25), "n = 7": mode(7, 2.75, None)},
-            }
-        },
-        "mean_acceptance_over_suites": {"n = 3": {"macro_length": 2.25, "macro_length_without_loops": 2.0}},
-        "mean_speedup_over_suites": {"n = 3": 1.5},
-        "speedup_at_best_n": {"suites": {"maths": {"n": 3, "value": 1.5}}, "mean": 1.5},
-        "replay": {"line": "replay equals served on 40 of 40 answers, round by round"},
-        "overlap": {"line": "0 of 40 prompts are in the draft's training set"},
+def figures(digest: str | None = None, draft: str = "best") -> dict[str, Any]:
+    """What matters of a report.json, with the columns of one draft."""
+    own = [
+        {"name": f"mine n = {n}", "n": n, "draft": draft, "weights_sha256": digest, "trained_on": True} for n in (3, 7)
+    ]
+    suite = {
+        "name": "maths",
+        "questions": 40,
+        "speed_questions": 15,
+        "looping": 3,
+        "apart": False,
+        "ties": [],
+        "not_lossless": [],
+        "replay_checked": 40,
+        "replay_ties": [],
+        "replay_faults": [],
+        "columns": {"plain": {}, "mine n = 3": column(2.25, 1.25), "mine n = 7": column(2.75, None)},
     }
+    mean = {"suites": 1, "mean_macro_length": 2.25, "mean_macro_length_without_loops": 2.0, "mean_speedup": 1.5}
+    return {
+        "target": "/home/x/tiny",
+        "settings": {"dtype": "float32", "threads": 2},
+        "machine": {"processor": "Abacus"},
+        "drafters": [{"name": "plain", "n": 0}, *own],
+        "suites": [suite],
+        "overall": [{"drafter": "plain", **mean}, {"drafter": "mine n = 3", **mean}],
+    }
+
+
+def of_the_draft(report: dict[str, Any]) -> dict[str, Any]:
+    return {**report, "drafters": report["drafters"][1:]}
 
 
 def test_everything_recorded_is_in_the_card(make_config) -> None:
     config = make_config()
     total = parameter_counts(config)["total"]
-    text = card.model_card(config, TRAINING, figures())
+    text = card.model_card(config, TRAINING, of_the_draft(figures()))
     head = yaml.safe_load(text.split("---")[1])
     assert head == {"base_model": "tiny", "tags": ["dspark", "speculative-decoding"]}
     embedded = card.model_card(config.model_copy(update={"target_name": EMBEDDED}), TRAINING, None)
@@ -110,10 +121,9 @@ def test_everything_recorded_is_in_the_card(make_config) -> None:
         "| 1,200 | 1.50 | 2.345 | 1.000 | not recorded |",
         "| maths (3 of 40 loop, 15 timed) | 3 | 2.25 | 2.00 | 1.50x [1.25, 1.75] | 1.50x [1.25, 1.75] | 0.50 - |",
         "| maths (3 of 40 loop, 15 timed) | 7 | 2.75 | 2.50 | 1.50x | 1.50x | 0.50 - |",
-        "| mean over suites, n = 3 | 2.25 | 2.00 | 1.50x |",
-        "| mean at the best n (maths n = 3) |  |  | 1.50x |",
-        "target tiny in torch.float32",
-        "replay equals served on 40 of 40 answers",
+        "| mean over 1 suites, mine n = 3 | 2.25 | 2.00 | 1.50x |",
+        "target tiny in float32",
+        "Replay equals served on 40 of 40 answers",
         "0 of 40 prompts are in the draft's training set",
         "All ids equal plain decoding's.",
     ):
@@ -140,8 +150,8 @@ def trained(make_draft, folder: Path) -> Path:
 
 def test_shipping_carries_all_of_it(make_draft, tmp_path: Path) -> None:
     folder = trained(make_draft, tmp_path / "best")
-    measured = tmp_path / "decode.json"
-    measured.write_text(json.dumps(figures(weights_sha256=weights_sha256(make_draft()))))
+    measured = tmp_path / "report.json"
+    measured.write_text(json.dumps(figures(weights_sha256(make_draft()))))
     there = builtin.ship(folder, measured, tmp_path / "shipped")
     names = {path.name for path in there.iterdir()}
     assert names == {"config.json", "model.safetensors", TRAINING_FILE, PROMPTS_FILE, CARD_FILE}
@@ -160,16 +170,16 @@ def test_shipping_carries_all_of_it(make_draft, tmp_path: Path) -> None:
 
 
 def test_only_figures_of_these_weights_are_shipped(make_draft, tmp_path: Path, capsys) -> None:
-    folder, measured, there = trained(make_draft, tmp_path / "best"), tmp_path / "decode.json", tmp_path / "shipped"
+    folder, measured, there = trained(make_draft, tmp_path / "best"), tmp_path / "report.json", tmp_path / "shipped"
     save_draft(make_draft(), there, files={CARD_FILE: "as it was"})
     further = make_draft()  # same shape, other weights
     with torch.no_grad():
         further.norm.weight.mul_(2)
-    for settings, words in (
-        ({"weights_sha256": weights_sha256(further), "draft": "runs/other/best"}, "of 'runs/other/best'"),
-        ({"draft_parameters": parameter_counts(further.config)["total"]}, "measure this draft"),
+    for report, words in (
+        (figures(weights_sha256(further), "other"), "of other weights, of other;"),
+        (figures(), "measure this draft"),
     ):
-        measured.write_text(json.dumps(figures(**settings)))
+        measured.write_text(json.dumps(report))
         with pytest.raises(DsparkError, match=words):
             builtin.ship(folder, measured, there)
         assert card.main([str(folder), "--measured", str(measured)]) == 2

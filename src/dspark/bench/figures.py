@@ -303,9 +303,9 @@ def overall(suites: Sequence[SuiteReport], drafters: Sequence[Drafter], baseline
                 suites=len(counted),
                 mean_speedup=None if drafter.name == baseline else mean_or_none(ends),
                 mean_decode_speedup=None if drafter.name == baseline else mean_or_none(only),
-                mean_macro_length=mean_or_none(one and one.macro_length for one in accepted),
+                mean_macro_length=mean_or_none(one.macro_length if one else None for one in accepted),
                 mean_macro_length_without_loops=mean_or_none(
-                    one and one.macro_length_without_loops for one in accepted
+                    one.macro_length_without_loops if one else None for one in accepted
                 ),
             )
         )

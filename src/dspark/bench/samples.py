@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from dspark.decoding.request import Round
+from dspark.errors import DsparkError
 
 Source = Literal["replay", "served", "server"]
 
@@ -26,6 +30,8 @@ class Sample:
     group_seconds: wall clock of its group from the first request handed over to the last token
     draft_seconds, verify_seconds, engine_seconds: its share of time in draft passes, in the target's after the first
         token, and in the engine's steps after the first token
+    ties, faults: where its ids leave plain decoding's, at a tie of the target or without one; replay_ties,
+        replay_faults: where the replay of plain's answer leaves its served rounds
     error: why it failed; then it has no figures
     """
 
@@ -50,7 +56,68 @@ class Sample:
     verify_seconds: float | None = None
     engine_seconds: float | None = None
     text: str | None = None
+    ties: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    replay_ties: list[str] = field(default_factory=list)
+    replay_faults: list[str] = field(default_factory=list)
+    replay_checked: bool = False
     error: str | None = None
 
 
-SAMPLE = TypeAdapter(Sample)
+SAMPLES = TypeAdapter(list[Sample])
+
+
+class Journal:
+    """Samples on disk as they come, one JSON line a unit of work under a header of settings; a run that was stopped
+    goes on behind the last whole line.
+
+    Raises DsparkError when the file holds the results of other settings, or is damaged; then it is left as it is.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.done = path, dict[str, list[Sample]]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            self._append(settings)
+            return
+        header, *lines = path.read_bytes().split(b"\n")
+        if not lines:
+            raise self._damaged(1)
+        self._check_header(header, settings)
+        torn = lines.pop()
+        for number, line in enumerate(lines, start=2):
+            try:
+                unit = json.loads(line)
+                self.done[str(unit["unit"])] = SAMPLES.validate_python(unit["samples"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise self._damaged(number) from None
+        if torn:
+            path.write_bytes(b"\n".join([header, *lines, b""]))
+
+    def add(self, unit: str, samples: list[Sample]) -> None:
+        """Keep what a finished unit of work gave."""
+        self.done[unit] = samples
+        self._append({"unit": unit, "samples": SAMPLES.dump_python(samples, mode="json")})
+
+    def samples(self) -> Iterator[Sample]:
+        """All of them, in the order they came."""
+        return (one for samples in self.done.values() for one in samples)
+
+    def _check_header(self, header: bytes, settings: dict[str, Any]) -> None:
+        try:
+            found = json.loads(header)
+        except (ValueError, RecursionError):
+            raise self._damaged(1) from None
+        if not isinstance(found, dict):
+            raise self._damaged(1)
+        for name in (*settings, *found):
+            if found.get(name) != settings.get(name):
+                remedy = f"{self.path} holds results of {found.get(name)!r}; give another --out or remove it"
+                raise DsparkError(name, settings.get(name), remedy)
+
+    def _damaged(self, number: int) -> DsparkError:
+        return DsparkError("out", f"{self.path}:{number}", f"is damaged; remove {self.path}, or give another --out")
+
+    def _append(self, value: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")

@@ -1,6 +1,6 @@
 """Drafts by name: `embedded` is the one shipped with the package, anything else is a folder.
 
-    python -m dspark.checkpoints.builtin runs/mine/best --measured decode.json
+    python -m dspark.checkpoints.builtin runs/mine/best --measured report.json
 
 makes a trained draft the shipped one: its weights in BF16, without the head's rows (they are taken from the target at
 load), training.json, training_prompts.txt and a model card.
@@ -17,7 +17,7 @@ import torch
 
 from dspark.checkpoints.card import arguments, card_of
 from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 
 EMBEDDED_DRAFT = "embedded"
@@ -29,7 +29,7 @@ def draft_folder(name: str) -> Path:
     return Path(str(files("dspark").joinpath(_FOLDER))) if name == EMBEDDED_DRAFT else Path(name)
 
 
-def load_named_draft(name: str, dtype: torch.dtype = torch.float32) -> DSparkDraft:
+def load_named_draft(name: str, dtype: torch.dtype = torch.float32) -> Draft:
     """Load `embedded` or a draft folder (unbound). Raises DsparkError when it is missing or not a valid draft."""
     return load_draft(draft_folder(name), dtype)
 

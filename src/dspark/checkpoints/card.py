@@ -1,6 +1,6 @@
 """The model card of a draft folder: README.md, made from its config, its training.json and what was measured.
 
-    python -m dspark.checkpoints.card runs/mine/best --measured decode.json
+    python -m dspark.checkpoints.card runs/mine/best --measured report.json
 
 writes FOLDER/README.md, over one that is there. What is not known is said to be not recorded.
 """
@@ -15,53 +15,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, read_config, weights_sha256
+from dspark.checkpoints.measured import (
+    UNKNOWN,
+    Json,
+    dig,
+    measured_limits,
+    measured_section,
+    read_json,
+    read_measured,
+    said,
+    table,
+)
+from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, read_config
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.targets.embedded import EMBEDDED
 
-Json = Mapping[str, Any]
-UNKNOWN = "not recorded"
-
 
 def model_card(config: DraftConfig, training: Json | None, measured: Json | None) -> str:
-    """The whole README.md. training: training.json; measured: decode.json of this draft; None: there is none."""
+    """The whole README.md. training: training.json; measured: report.json with this draft's columns; None: there is
+    none."""
     sections = [
         _head(config),
         _architecture(config),
         _data(config, training),
         _training(training),
-        _measured(measured),
+        measured_section(measured),
         _limits(config, training, measured),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def dig(value: Any, *keys: str) -> Any:
-    """value[key][key]..., None where one is missing."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def said(value: Any, form: str = "") -> str:
-    """A value as text; None is `not recorded`, a path is its last name."""
-    if value is None:
-        return UNKNOWN
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str) and value.startswith("/"):
-        return Path(value).name
-    if isinstance(value, (list, tuple)):
-        return ", ".join(said(one) for one in value)
-    return format(value, form)
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> str:
@@ -230,76 +213,6 @@ def _curve(training: Json) -> str:
     return "### Curve\nOn held-out prompts; acceptance by replay, bonus counted, macro.\n\n" + table(headers, rows)
 
 
-def _measured(measured: Json | None) -> str:
-    if measured is None:
-        return f"## Measured\nAcceptance and speedup on public suites are {UNKNOWN}."
-    settings = measured.get("settings") or {}
-    rows = [
-        _suite_row(suite, result, mode)
-        for suite, result in (measured.get("suites") or {}).items()
-        for mode in result["modes"].values()
-        if mode["n"]
-    ]
-    headers = ("suite", "n", "acceptance", "without loops", "end to end", "decode only", "accepted at slot 1, 2, ...")
-    machine = "; ".join(f"{label} {value}" for label, value in (measured.get("machine") or {}).items()) or UNKNOWN
-    return f"""## Measured
-Acceptance length: tokens a round, bonus counted, macro over prompts; without loops: answers that end in a loop left
-out. Slot k: accepted among the rounds that accepted those before it, bonus not counted. Speedup: over plain decoding,
-paired, with a 95 % bootstrap interval over prompts.
-
-{table(headers, rows)}
-
-{_means(measured)}
-
-Both sides: the same engine and process, target {said(settings.get("target"))} in {said(settings.get("dtype"))},
-{said(settings.get("threads"))} threads, greedy, batch {said(settings.get("batch"))}, up to
-{said(settings.get("max_tokens"))} new tokens, the first {said(settings.get("limit"))} prompts of each suite at most.
-Plain: no draft, one token a pass. Speculating: this draft in {said(settings.get("draft_dtype"))}, n proposals a round.
-
-Machine and versions: {machine}. Greedy decoding uses no seed."""
-
-
-def _suite_row(suite: str, result: Json, mode: Json) -> list[str]:
-    acceptance, speed = mode["acceptance"], mode.get("speed")
-    rates = [slot["rate"] for slot in acceptance["conditional"]]
-    return [
-        f"{suite} ({result['looping_answers']} of {result['questions']} loop, {result['timed_questions']} timed)",
-        said(mode["n"]),
-        said(acceptance["macro_length"], ".2f"),
-        said(acceptance["macro_length_without_loops"], ".2f"),
-        _interval(dig(speed, "speedup_end_to_end")),
-        _interval(dig(speed, "speedup_decode_only")),
-        " ".join("-" if rate is None else f"{rate:.2f}" for rate in rates),
-    ]
-
-
-def _interval(value: Json | None) -> str:
-    if value is None:
-        return UNKNOWN
-    ends = "" if value.get("low") is None else f" [{value['low']:.2f}, {value['high']:.2f}]"
-    return f"{value['value']:.2f}x{ends}"
-
-
-def _means(measured: Json) -> str:
-    """Unweighted means over the suites, per n and at the best n."""
-    speeds = measured.get("mean_speedup_over_suites") or {}
-    lengths = measured.get("mean_acceptance_over_suites") or {}
-    rows = [
-        [
-            f"mean over suites, {mode}",
-            said(dig(lengths, mode, "macro_length"), ".2f"),
-            said(dig(lengths, mode, "macro_length_without_loops"), ".2f"),
-            UNKNOWN if speed is None else f"{speed:.2f}x",
-        ]
-        for mode, speed in speeds.items()
-    ]
-    best = measured.get("speedup_at_best_n") or {}
-    chosen = ", ".join(f"{suite} n = {one['n']}" for suite, one in (best.get("suites") or {}).items())
-    mean = best.get("mean")
-    rows.append([f"mean at the best n ({chosen or UNKNOWN})", "", "", UNKNOWN if mean is None else f"{mean:.2f}x"])
-    return table(("unweighted", "acceptance", "without loops", "end to end"), rows)
-
-
 def _limits(config: DraftConfig, training: Json | None, measured: Json | None) -> str:
     lines = [
         f"It speculates for `{said(config.target_name)}` alone: its inputs are that model's own layers.",
@@ -310,31 +223,8 @@ def _limits(config: DraftConfig, training: Json | None, measured: Json | None) -
         lines.append(f"It can propose {share} ids; a token outside them always ends a round.")
     if training is not None:
         lines.append("The curve and the choice of its best step rest on held-out prompts of its own training set.")
-    if measured is None:
-        lines.append(f"What it gains on prompts of other kinds is {UNKNOWN}.")
-    else:
-        equal = all(result.get("ids_equal") for result in measured["suites"].values())
-        ids = "All ids equal plain decoding's." if equal else "Some ids differ from plain decoding's: see the ties."
-        lines += [
-            "Speed holds for the machine and settings above; acceptance for these prompts and this length of answers.",
-            ids,
-            f"Measured prompts: {said(dig(measured, 'overlap', 'line'))}.",
-            f"Replay: {said(dig(measured, 'replay', 'line'))}.",
-        ]
+    lines += measured_limits(measured)
     return "## Limits\n" + "\n".join(f"- {line}" for line in lines)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises DsparkError when the file is missing or holds something else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DsparkError(path.name, str(path), f"cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise DsparkError(path.name, str(path), f"is not JSON ({error}); make it again") from None
-    if not isinstance(found, dict):
-        raise DsparkError(path.name, str(path), "must hold one JSON object; make it again")
-    return found
 
 
 def read_training(folder: str | Path) -> dict[str, Any] | None:
@@ -343,22 +233,11 @@ def read_training(folder: str | Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def read_measured(path: str | Path, folder: str | Path) -> dict[str, Any]:
-    """decode.json of the draft in `folder`. Raises DsparkError when it is of another draft, or does not tell."""
-    figures = read_json(Path(path))
-    again = f"measure this draft: python benchmarks/decode.py --draft {folder}"
-    known = dig(figures, "settings", "weights_sha256")
-    if known is None:
-        raise DsparkError("measured", str(path), f"does not say which weights it measured; {again}")
-    if known != weights_sha256(load_draft(folder)):
-        name = dig(figures, "settings", "draft")
-        raise DsparkError("measured", str(path), f"holds figures of other weights, of {name!r} at the time; {again}")
-    return figures
-
-
 def card_of(folder: str | Path, measured: str | Path | None = None) -> str:
     """The model card of a draft folder. Raises DsparkError."""
     config, training = read_config(folder)[0], read_training(folder)
+    if not isinstance(config, DraftConfig):
+        raise DsparkError("draft", str(folder), "is an EAGLE-3 baseline; cards are written for DSpark and DFlash drafts")
     figures = None if measured is None else read_measured(measured, folder)
     try:
         return model_card(config, training, figures)
@@ -381,7 +260,7 @@ def arguments(about: str | None, argv: Sequence[str] | None) -> argparse.Namespa
     """FOLDER and --measured, for this command and for `builtin`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a trained draft, e.g. runs/mine/best")
-    parser.add_argument("--measured", help="JSON printed by benchmarks/decode.py for this draft")
+    parser.add_argument("--measured", help="report.json of a `dspark bench` with this draft")
     return parser.parse_args(argv)
 
 

@@ -1,0 +1,198 @@
+"""`dspark bench` without a server: from names of drafts and suites to a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dspark.bench.assemble import Findings, assemble, prompts_sha256
+from dspark.bench.contenders import PLAIN, BenchSettings, Contender, EngineContender
+from dspark.bench.prompts import Missing, Suite
+from dspark.bench.report import Drafter, Rendered, Report
+from dspark.bench.run import Bench
+from dspark.bench.samples import Journal
+from dspark.checkpoints.builtin import draft_folder, load_named_draft
+from dspark.checkpoints.native import PROMPTS_FILE, weights_sha256
+from dspark.data.chat import ChatRenderer
+from dspark.data.prompts import Prompt, read_prompt_hashes
+from dspark.decoding.proposers import NoProposer, make_proposer
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError
+from dspark.kernels.library import kind as kernels
+from dspark.targets.base import Target
+
+_WIDTHS = re.compile(r"(?P<place>.+)@(?P<ns>\d+(,\d+)*)")
+
+
+@dataclass(frozen=True)
+class NamedDraft:
+    """A draft to compare: the name its columns carry, where it lies, and the widths asked of it."""
+
+    name: str
+    place: str
+    ns: tuple[int, ...]
+
+
+def parse_draft(text: str, ns: Sequence[int]) -> NamedDraft:
+    """NAME=PATH or NAME=PATH@3,7; without widths, `ns`. Raises DsparkError."""
+    name, equals, place = text.partition("=")
+    if not equals or not name.strip() or not place.strip():
+        raise DsparkError("draft", text, "must be NAME=PATH, or NAME=PATH@3,7 to choose its widths")
+    if name == PLAIN:
+        raise DsparkError("draft", text, "`plain` is plain decoding; give another name")
+    found = _WIDTHS.fullmatch(place)
+    if found is None:
+        return NamedDraft(name, place, tuple(ns))
+    return NamedDraft(name, found["place"], parse_numbers("draft", found["ns"]))
+
+
+def parse_numbers(field: str, text: str) -> tuple[int, ...]:
+    """Different numbers of at least 1, with commas between them. Raises DsparkError."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise DsparkError(field, text, "must be different numbers of at least 1 with commas between them, e.g. 3,7")
+    return numbers
+
+
+def kind_of(draft: nn.Module) -> str:
+    """What a draft is called in a report."""
+    if isinstance(draft, DSparkDraft):
+        return "dspark" if draft.markov_head is not None or draft.confidence_head is not None else "dflash"
+    attention = getattr(draft.config, "attention", "gqa")
+    return "eagle3-mla" if attention == "mla" else "eagle3"
+
+
+def engine_contenders(target: Target, drafts: Sequence[NamedDraft]) -> list[Contender]:
+    """Plain decoding, then every draft at each of its widths. Raises DsparkError for a draft of another target, or a
+    width it was not trained for."""
+    plain = Drafter(name=PLAIN, kind="plain", n=0)
+    found: list[Contender] = [EngineContender(plain, target, NoProposer(), frozenset())]
+    for named in drafts:
+        draft = load_named_draft(named.place)
+        known = known_prompts(named.place)
+        digest, parameters = weights_sha256(draft), sum(p.numel() for p in draft.parameters())
+        for n in named.ns:
+            drafter = Drafter(
+                name=f"{named.name} n = {n}",
+                kind=kind_of(draft),
+                n=n,
+                draft=Path(named.place).name if "/" in named.place else named.place,
+                weights_sha256=digest,
+                parameters=parameters,
+                trained_on=known is not None,
+            )
+            found.append(EngineContender(drafter, target, make_proposer(target, draft, n), known))
+    return found
+
+
+def known_prompts(place: str) -> frozenset[str] | None:
+    """Hashes of the prompts that a draft was trained on; None when it does not tell."""
+    path = draft_folder(place) / PROMPTS_FILE
+    return read_prompt_hashes(path) if path.is_file() else None
+
+
+def fitting(suite: Suite, renderer: ChatRenderer, target: Target, room: int) -> tuple[Suite, list[str]]:
+    """The suite without the prompts whose first turn leaves less than `room` tokens of the target's context, and their
+    ids."""
+    kept: list[Prompt] = []
+    left_out = []
+    for prompt in suite.prompts:
+        ids = renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}])
+        if len(ids) + room <= target.max_context:
+            kept.append(prompt)
+        else:
+            left_out.append(prompt.id)
+    return Suite(suite.name, kept, suite.source), left_out
+
+
+def bench_in_process(
+    target: Target,
+    renderer: ChatRenderer,
+    contenders: list[Contender],
+    suites: Sequence[Suite],
+    missing: Sequence[Missing],
+    settings: BenchSettings,
+    out: Path,
+    *,
+    chosen: dict[str, Any],
+    progress: Callable[[str, int], None],
+    texts: int = 1,
+) -> Report:
+    """Run what the journal in `out` does not hold yet and make the report. chosen: settings for the report and the
+    journal's header, beside those known here. Raises DsparkError when no prompt is left, and what a request raises."""
+    notes, missing, kept = [], list(missing), []
+    for suite in suites:
+        inside, left_out = fitting(suite, renderer, target, settings.max_tokens)
+        if left_out:
+            notes.append(
+                f"{suite.name}: {len(left_out)} of {len(suite.prompts)} prompts leave no room for an answer of "
+                f"{settings.max_tokens} tokens in the target's context of {target.max_context}, left out: "
+                + ", ".join(left_out[:5])
+                + (" ..." if len(left_out) > 5 else "")
+            )
+        if inside.prompts:
+            kept.append(inside)
+        else:
+            missing.append(Missing(suite.name, f"no prompt fits the target's context of {target.max_context} tokens"))
+    if not kept:
+        raise DsparkError("suite", [one.name for one in missing], missing[0].reason if missing else "name at least one")
+    described = {
+        **chosen,
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels() or "none",
+        "template": renderer.recipe()["template_sha256"],
+        "thinking": renderer.thinking,
+        **{key: value for key, value in asdict(settings).items() if key not in ("sampling", "batches", "speed_limit")},
+        "batches": list(settings.batches),
+        "sampling": _sampling(settings),
+    }
+    header = {
+        **described,
+        "drafters": [[one.drafter.name, one.drafter.weights_sha256] for one in contenders],
+        "prompts": {one.name: prompts_sha256(one.prompts) for one in kept},
+    }
+    bench = Bench(target, renderer, contenders, settings, Journal(out / "samples.jsonl", header), progress)
+    for suite in kept:
+        bench.run(suite)
+    found = Findings(
+        kind="in process",
+        target=target.name,
+        settings={**described, "speed_limit": settings.speed_limit},
+        drafters=[one.drafter for one in contenders],
+        suites=kept,
+        missing=missing,
+        samples=list(bench.journal.samples()),
+        known={one.drafter.name: one.known for one in contenders},
+        rendered=_rendered(kept[0], renderer),
+        notes=notes,
+        tokenizer=target.tokenizer,
+    )
+    return assemble(found, texts)
+
+
+def _sampling(settings: BenchSettings) -> str:
+    one = settings.sampling
+    if one.greedy:
+        return "greedy"
+    return (
+        f"temperature {one.temperature:g}, top_k {one.top_k}, top_p {one.top_p:g}, min_p {one.min_p:g}, seed {one.seed}"
+    )
+
+
+def _rendered(suite: Suite, renderer: ChatRenderer) -> Rendered:
+    """The first prompt of a suite as the target reads it."""
+    prompt = suite.prompts[0]
+    ids = renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}])
+    text = renderer.tokenizer.decode(ids)
+    return Rendered(suite=suite.name, question=prompt.id, tokens=len(ids), text=text)
