@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.drafts.backbone import visible
 from dspark.drafts.config import DraftConfig
+from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.errors import DsparkError
 
 SCORES_PER_CHUNK = 4_000_000  # all heads of one chunk: 16 MB a copy in fp32
@@ -61,10 +62,12 @@ def check_anchors(anchor_index: Tensor, doc_start: Tensor, row_length: int) -> N
         raise DsparkError("doc_start", doc_start[:8].tolist(), "must be the index of each anchor's document start")
 
 
-def plan_anchors(config: DraftConfig, anchor_index: Tensor, doc_start: Tensor, slots: int, sliding: bool) -> AnchorPlan:
+def plan_anchors(
+    config: DraftConfig | Eagle3Config, anchor_index: Tensor, doc_start: Tensor, slots: int, sliding: bool
+) -> AnchorPlan:
     """Cut sorted anchors into chunks of one document whose scores fit SCORES_PER_CHUNK (at least one anchor each)."""
     index, starts = anchor_index.tolist(), doc_start.tolist()
-    window = config.sliding_window if sliding else None
+    window = config.sliding_window if sliding and isinstance(config, DraftConfig) else None
     lows = starts if window is None else [max(s, i - window + 1) for i, s in zip(index, starts, strict=True)]
     rows = config.num_attention_heads * slots
     chunks: list[Chunk] = []
@@ -82,7 +85,7 @@ def plan_anchors(config: DraftConfig, anchor_index: Tensor, doc_start: Tensor, s
         chunks.append(Chunk(first, last, low, high, seen))
         first = last
     block_seen = None
-    if window is not None:
+    if window is not None and isinstance(config, DraftConfig):
         slot = torch.arange(slots, device=anchor_index.device)
         block_seen = visible(slot, slot, window, config.sliding_window_non_causal)
     return AnchorPlan(tuple(chunks), block_seen)
@@ -98,8 +101,8 @@ def _context_seen(anchors: Tensor, start: int, low: int, high: int, slots: int, 
     return seen
 
 
-def needs_checkpoint(config: DraftConfig, plans: list[AnchorPlan], slots: int) -> bool:
-    """Whether all layers' kept scores would pass CHECKPOINT_SCORES."""
+def needs_checkpoint(config: DraftConfig | Eagle3Config, plans: list[AnchorPlan], slots: int) -> bool:
+    """Whether the kept scores of all plans (one a layer, or a step) would pass CHECKPOINT_SCORES."""
     rows = config.num_attention_heads * slots
     total = sum((c.last - c.first) * rows * (c.high - c.low + slots) for plan in plans for c in plan.chunks)
     return total > CHECKPOINT_SCORES
@@ -123,11 +126,38 @@ def attend_anchors(
     folded = (query * width**-0.5).view(anchors, slots, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(anchors, kv_heads, -1, width)
     key, value = key.transpose(1, 2), value.transpose(1, 2)
+    mixed = _over_chunks(plan, folded, key, value, context, recompute)
+    mixed = mixed.view(anchors, kv_heads, -1, slots, width).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(anchors * slots, -1)
+
+
+def attend_steps(
+    plan: AnchorPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: tuple[Tensor, Tensor],
+    scale: float,
+    recompute: bool,
+) -> Tensor:
+    """One step of every anchor, which sees the anchor's context and the earlier steps' own keys.
+
+    query [A, H, kd]; key [A, kvh, steps, kd] and value [A, kvh, steps, vd], steps >= 0; context: K [kvh, S, kd] and
+    V [kvh, S, vd] of the row -> [A, H, vd]. plan: made for one slot.
+    """
+    folded = (query * scale).unflatten(1, (key.shape[1], -1))
+    return _over_chunks(plan, folded, key, value, context, recompute).flatten(1, 2)
+
+
+def _over_chunks(
+    plan: AnchorPlan, query: Tensor, key: Tensor, value: Tensor, context: tuple[Tensor, Tensor], recompute: bool
+) -> Tensor:
+    """query [A, kvh, rows, kd], own key and value [A, kvh, keys, ..], context [kvh, S, ..] -> [A, kvh, rows, vd]."""
     parts = []
     for chunk in plan.chunks:
         own = slice(chunk.first, chunk.last)
         arguments = (
-            folded[own],
+            query[own],
             key[own],
             value[own],
             context[0][:, chunk.low : chunk.high],
@@ -139,9 +169,7 @@ def attend_anchors(
             parts.append(checkpoint(_attend_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_attend_chunk(*arguments))
-    mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
-    mixed = mixed.view(anchors, kv_heads, -1, slots, width).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(anchors * slots, -1)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _attend_chunk(
@@ -153,21 +181,20 @@ def _attend_chunk(
     seen: Tensor,
     block_seen: Tensor | None,
 ) -> Tensor:
-    """query [c, kvh, g * slots, hd], own K/V [c, kvh, slots, hd], context K/V [kvh, L, hd] -> shape of query."""
+    """query [c, kvh, rows, hd], own K/V [c, kvh, slots, hd], context K/V [kvh, L, hd] -> [c, kvh, rows, vd]."""
     anchors, kv_heads, rows, width = query.shape
-    slots = key.shape[2]
     own = query @ key.transpose(-1, -2)
     if block_seen is not None:
-        own.view(anchors, kv_heads, -1, slots, slots).masked_fill_(~block_seen, float("-inf"))
+        own.view(anchors, kv_heads, -1, *block_seen.shape).masked_fill_(~block_seen, float("-inf"))
     length = context_key.shape[1]
     if not length:
         return _softmax(own) @ value
     flat = query.transpose(0, 1).reshape(kv_heads, anchors * rows, width)
-    scores = torch.bmm(flat, context_key.transpose(1, 2)).view(kv_heads, anchors, -1, slots, length)
+    scores = torch.bmm(flat, context_key.transpose(1, 2)).view(kv_heads, anchors, -1, seen.shape[2], length)
     scores = scores.masked_fill_(~seen, float("-inf")).view(kv_heads, anchors, rows, length)
     joint = _softmax(torch.cat((scores, own.transpose(0, 1)), -1))
     mixed = torch.bmm(joint[..., :length].reshape(kv_heads, -1, length), context_value)
-    mixed = mixed.view(kv_heads, anchors, rows, width).transpose(0, 1)
+    mixed = mixed.view(kv_heads, anchors, rows, -1).transpose(0, 1)
     return mixed + joint[..., length:].transpose(0, 1) @ value
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from dspark.drafts.config import DraftConfig
+from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.rope import Rotary
 from dspark.errors import DsparkError
 
@@ -62,7 +63,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig | Eagle3Config) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

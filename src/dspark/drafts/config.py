@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from dspark.drafts.rope import ROPE_TYPES, inverse_frequencies
 from dspark.errors import DsparkError
+
+if TYPE_CHECKING:
+    from dspark.drafts.eagle3_config import Eagle3Config
 
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -73,17 +76,14 @@ class DraftConfig(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _readable(error) from None
+            raise readable(error) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> DraftConfig:
         self._check_attention()
         self._check_target_side()
         self._check_heads()
-        if set(self.prompt_recipe) != set(PROMPT_RECIPE_KEYS):
-            raise DsparkError(
-                "prompt_recipe", self.prompt_recipe, f"must have the keys {', '.join(PROMPT_RECIPE_KEYS)}"
-            )
+        check_prompt_recipe(self.prompt_recipe)
         return self
 
     def _check_attention(self) -> None:
@@ -101,35 +101,14 @@ class DraftConfig(BaseModel):
             )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise DsparkError("sliding_window", None, "must be given because layer_types has sliding_attention layers")
-        if self.rope_parameters.get("rope_type") not in ROPE_TYPES:
-            raise DsparkError(
-                "rope_parameters.rope_type",
-                self.rope_parameters.get("rope_type"),
-                f"must be one of {', '.join(ROPE_TYPES)}",
-            )
-        if not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
-            raise DsparkError("rope_parameters.rope_theta", self.rope_parameters.get("rope_theta"), "must be a number")
+        check_rope(self.rope_parameters)
         inverse_frequencies(self)  # raises when the type lacks one of its parameters
 
     def _check_target_side(self) -> None:
-        taps = self.target_layer_ids
-        if not taps or len(set(taps)) != len(taps):
-            raise DsparkError("target_layer_ids", list(taps), "must be a non-empty list without repeats")
-        for tap in taps:
-            if not 0 <= tap < self.num_target_layers:
-                raise DsparkError(
-                    "target_layer_ids",
-                    tap,
-                    f"must be a 0-based layer of the target, 0..{self.num_target_layers - 1} "
-                    "(the embedding output, -1, is not supported)",
-                )
+        check_target_side(self)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise DsparkError(
                 "mask_token_id", self.mask_token_id, f"must be inside the target's embedding, 0..{self.vocab_size - 1}"
-            )
-        if self.draft_vocab_size > self.vocab_size:
-            raise DsparkError(
-                "draft_vocab_size", self.draft_vocab_size, f"must be at most vocab_size {self.vocab_size}"
             )
 
     def _check_heads(self) -> None:
@@ -163,22 +142,63 @@ class DraftConfig(BaseModel):
 
     def check_target(self, name: str | None, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise DsparkError when the draft was made for another target (name None: not compared)."""
-        for field, mine, theirs in (
-            ("num_target_layers", self.num_target_layers, num_layers),
-            ("hidden_size", self.hidden_size, hidden_size),
-            ("vocab_size", self.vocab_size, vocab_size),
-            ("target_name", self.target_name, self.target_name if name is None else name),
-        ):
-            if mine != theirs:
-                raise DsparkError(
-                    field,
-                    mine,
-                    f"the draft was trained for {self.target_name}, but this target has {theirs!r}; "
-                    "use a draft made for it",
-                )
+        check_target(self, name, num_layers, hidden_size, vocab_size)
 
 
-def _readable(error: ValidationError) -> DsparkError:
+def check_rope(parameters: dict[str, Any]) -> None:
+    """Raise DsparkError unless rope_parameters name a type that Transformers knows and a base."""
+    if parameters.get("rope_type") not in ROPE_TYPES:
+        remedy = f"must be one of {', '.join(ROPE_TYPES)}"
+        raise DsparkError("rope_parameters.rope_type", parameters.get("rope_type"), remedy)
+    if not isinstance(parameters.get("rope_theta"), (int, float)):
+        raise DsparkError("rope_parameters.rope_theta", parameters.get("rope_theta"), "must be a number")
+
+
+def check_prompt_recipe(prompt_recipe: dict[str, str | None]) -> None:
+    """Raise DsparkError unless it has exactly PROMPT_RECIPE_KEYS."""
+    if set(prompt_recipe) != set(PROMPT_RECIPE_KEYS):
+        raise DsparkError("prompt_recipe", prompt_recipe, f"must have the keys {', '.join(PROMPT_RECIPE_KEYS)}")
+
+
+def check_target_side(config: DraftConfig | Eagle3Config) -> None:
+    """Raise DsparkError unless the taps are layers of the target and K <= V."""
+    taps = config.target_layer_ids
+    if not taps or len(set(taps)) != len(taps):
+        raise DsparkError("target_layer_ids", list(taps), "must be a non-empty list without repeats")
+    for tap in taps:
+        if not 0 <= tap < config.num_target_layers:
+            raise DsparkError(
+                "target_layer_ids",
+                tap,
+                f"must be a 0-based layer of the target, 0..{config.num_target_layers - 1} "
+                "(the embedding output, -1, is not supported)",
+            )
+    if config.draft_vocab_size > config.vocab_size:
+        raise DsparkError(
+            "draft_vocab_size", config.draft_vocab_size, f"must be at most vocab_size {config.vocab_size}"
+        )
+
+
+def check_target(
+    config: DraftConfig | Eagle3Config, name: str | None, num_layers: int, hidden_size: int, vocab_size: int
+) -> None:
+    """Raise DsparkError when the draft was made for another target (name None: not compared)."""
+    for field, mine, theirs in (
+        ("num_target_layers", config.num_target_layers, num_layers),
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("target_name", config.target_name, config.target_name if name is None else name),
+    ):
+        if mine != theirs:
+            raise DsparkError(
+                field,
+                mine,
+                f"the draft was trained for {config.target_name}, but this target has {theirs!r}; "
+                "use a draft made for it",
+            )
+
+
+def readable(error: ValidationError) -> DsparkError:
     """The first fault of a pydantic error as one line that names the field."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or "draft"

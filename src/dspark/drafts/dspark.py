@@ -18,6 +18,7 @@ from dspark.drafts.anchors import attend_anchors, check_anchors, needs_checkpoin
 from dspark.drafts.backbone import Backbone, visible
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.heads import ConfidenceHead, MarkovHead
+from dspark.drafts.vocabulary import add_vocabulary, read_vocabulary, write_vocabulary
 from dspark.errors import DsparkError
 
 INIT_STD = 0.02
@@ -98,9 +99,7 @@ class DSparkDraft(Backbone):
         super().__init__(config)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        if config.reduced:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        add_vocabulary(self, config)
         self.own_head_rows: Tensor | None = (
             None  # [K, d]: a checkpoint's own lm_head rows, used instead of the target's
         )
@@ -128,33 +127,15 @@ class DSparkDraft(Backbone):
 
         Raises DsparkError unless there are exactly K distinct ids in 0..V-1, or when K = V.
         """
-        size, vocabulary = self.config.draft_vocab_size, self.config.vocab_size
-        if not self.config.reduced:
-            raise DsparkError("draft_vocab_size", size, "is the whole vocabulary, so there is no list of ids to set")
-        chosen = sorted({int(i) for i in ids})
-        if len(chosen) != len(ids) or len(chosen) != size:
-            raise DsparkError(
-                "vocabulary", f"{len(ids)} ids, {len(chosen)} distinct", f"must be exactly {size} distinct target ids"
-            )
-        if chosen[0] < 0 or chosen[-1] >= vocabulary:
-            raise DsparkError("vocabulary", [chosen[0], chosen[-1]], f"must be target ids, 0..{vocabulary - 1}")
+        write_vocabulary(self, self.config, ids)
         self.compiled = None  # it knows the ids
-        targets = torch.tensor(chosen, dtype=torch.int64, device=self.d2t.device)
-        with torch.no_grad():
-            self.d2t.copy_(targets - torch.arange(size, device=targets.device))
-            self.t2d.zero_()[targets] = True
         if self._bound is not None:
             self.bind(self._bound.embedding, self._bound.head_weight)
 
     @property
     def draft_ids(self) -> Tensor:
         """Target id of every draft id, int64 [K]. Raises DsparkError when the reduced vocabulary was never set."""
-        device = self.norm.weight.device
-        if not self.config.reduced:
-            return torch.arange(self.config.vocab_size, device=device)
-        if not bool(self.t2d.any()):
-            raise DsparkError("vocabulary", None, "is not set: call set_vocabulary with the target ids to predict over")
-        return torch.arange(self.config.draft_vocab_size, device=device) + self.d2t
+        return read_vocabulary(self, self.config, self.norm.weight.device)
 
     def bind(self, embedding_weight: Tensor, head_weight: Tensor) -> None:
         """Give the draft the target's embedding and head, both [V, d], by reference.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +13,27 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.errors import DsparkError
 
-if TYPE_CHECKING:
-    from dspark.drafts.config import DraftConfig
-
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 
 
-def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
+class RotarySettings(Protocol):
+    """What the frequencies depend on; head_dim: dimensions of a head that are offered for rotation."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def rope_parameters(self) -> dict[str, Any]: ...
+
+
+def inverse_frequencies(config: RotarySettings) -> tuple[Tensor, float]:
     """Inverse frequencies [rotated dims / 2] in fp32 and the factor on cos and sin (YaRN's attention factor).
 
     "default" is Transformers' "linear" with factor 1, which is the Llama/Qwen3 formula and also honours
@@ -65,7 +79,7 @@ class Rotary:
     No module and no buffer: the frequencies stay fp32 when a draft is cast, and nothing of it enters a state dict.
     """
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: RotarySettings) -> None:
         self.frequencies, self.factor = inverse_frequencies(config)
         self.dims = 2 * len(self.frequencies)
         self.whole = self.dims == config.head_dim
