@@ -2,6 +2,7 @@
 
 One BF16 file without the target's embedding and head; a reduced vocabulary adds lm_head.weight (its rows of the head),
 d2t and t2d (method section 8). The packaged drafts leave lm_head.weight out and say so with "lm_head_in_file": false.
+An EAGLE-3 draft is written and read here too, with its own config.json (`checkpoints/eagle3.py`) and its own head.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
+from dspark.checkpoints.eagle3 import eagle3_from_json, eagle3_to_json
+from dspark.checkpoints.rope import older_rope_keys, rope_parameters
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Config, Draft, new_draft
 from dspark.errors import DsparkError
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -41,8 +46,6 @@ def config_to_json(config: DraftConfig, lm_head_in_file: bool) -> dict[str, Any]
     fields = config.model_dump()
     for name in _TUPLES:
         fields[name] = list(fields[name])
-    rope = dict(config.rope_parameters)
-    theta = rope.pop("rope_theta")
     uses_window = "sliding_attention" in config.layer_types
     return {
         "architectures": [ARCHITECTURE],
@@ -51,8 +54,7 @@ def config_to_json(config: DraftConfig, lm_head_in_file: bool) -> dict[str, Any]
         "tie_word_embeddings": False,
         "use_sliding_window": uses_window,
         "max_window_layers": 0 if uses_window else config.num_hidden_layers,
-        "rope_theta": theta,
-        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+        **older_rope_keys(config.rope_parameters),
         **fields,
         "lm_head_in_file": lm_head_in_file,
     }
@@ -66,10 +68,12 @@ def config_from_json(values: Mapping[str, Any]) -> tuple[DraftConfig, bool]:
     """
     if values.get("architectures") != [ARCHITECTURE]:
         raise DsparkError(
-            "architectures", values.get("architectures"), f"must be ['{ARCHITECTURE}']; convert other formats first"
+            "architectures",
+            values.get("architectures"),
+            f"must be ['{ARCHITECTURE}'], or {' or '.join(EAGLE3.values())}; convert other formats first",
         )
     fields = {name: values[name] for name in DraftConfig.model_fields if name in values}
-    fields["rope_parameters"] = _rope_parameters(values)
+    fields["rope_parameters"] = rope_parameters(values)
     if "hidden_act" not in fields:  # has a default in Python; in a file nothing is left out
         raise DsparkError("hidden_act", None, "is missing from config.json: state it (silu for Qwen3)")
     for name in _TUPLES:
@@ -90,44 +94,26 @@ def config_from_json(values: Mapping[str, Any]) -> tuple[DraftConfig, bool]:
     return config, lm_head
 
 
-def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    theta, scaling = values.get("rope_theta"), values.get("rope_scaling")
-    stated = values.get("rope_parameters")
-    for name, found in (("rope_scaling", scaling), ("rope_parameters", stated)):
-        if found is not None and not isinstance(found, Mapping):
-            raise DsparkError(name, found, "must be an object, or null")
-    older = None
-    if theta is not None:
-        older = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-        older["rope_type"] = older.pop("type", older["rope_type"])
-    if stated is None and older is None:
-        raise DsparkError(
-            "rope_parameters", None, "is missing from config.json: state rope_type, rope_theta and its other keys"
-        )
-    if stated is not None and older is not None and dict(stated) != older:
-        raise DsparkError(
-            "rope_theta / rope_scaling", older, f"must agree with rope_parameters {stated!r}, or be removed"
-        )
-    return dict(stated if stated is not None else older or {})
-
-
 def save_draft(
-    draft: DSparkDraft, folder: str | Path, lm_head: bool = True, files: Mapping[str, str | None] | None = None
+    draft: Draft, folder: str | Path, lm_head: bool = True, files: Mapping[str, str | None] | None = None
 ) -> None:
     """Write the draft to `folder`, atomically: a kill at any moment leaves the old or the new one loadable.
 
-    lm_head: whether to write the head's rows (K < V only); the draft must then be bound or carry its own.
+    lm_head: whether to write the head's rows (DSpark, K < V); the draft must then be bound or carry its own. The head
+    of an EAGLE-3 draft is its own and always written.
     files: texts by file name that come with the weights in the same move; None: none of that name may stay.
     Other files in an existing folder are kept. Raises DsparkError on a non-finite tensor; then nothing is written.
     """
     folder = Path(folder)
-    config = draft.config
-    lm_head = lm_head and config.reduced
+    _ = draft.draft_ids  # raises when a reduced vocabulary was never set
     tensors = dict(draft.state_dict())
-    if config.reduced:
-        _ = draft.draft_ids  # raises when the vocabulary was never set
-    if lm_head:
-        tensors[LM_HEAD] = draft.own_head_rows if draft.own_head_rows is not None else draft.head_rows
+    if isinstance(draft, DSparkDraft):
+        lm_head = lm_head and draft.config.reduced
+        if lm_head:
+            tensors[LM_HEAD] = draft.own_head_rows if draft.own_head_rows is not None else draft.head_rows
+        document = config_to_json(draft.config, lm_head)
+    else:
+        document = eagle3_to_json(draft.config)
     for name, tensor in tensors.items():
         _check_finite(name, tensor)
     stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
@@ -139,7 +125,7 @@ def save_draft(
     staging.mkdir()
     try:
         save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        text = json.dumps(config_to_json(config, lm_head), indent=2) + "\n"
+        text = json.dumps(document, indent=2) + "\n"
         for name, content in {**(files or {}), CONFIG_FILE: text}.items():
             if content is not None:
                 (staging / name).write_text(content, encoding="utf-8")
@@ -157,11 +143,12 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return kept.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def weights_sha256(draft: DSparkDraft) -> str:
+def weights_sha256(draft: Draft) -> str:
     """Which draft this is: sha256 over name, shape and bytes of every tensor, by name, floats rounded to BF16.
 
     So it is the same for a run's draft in float32, its BF16 copy on disk and the shipped one, in whatever dtype they
-    are loaded. The head's rows are the target's and do not count. Take it before `make_proposer` packs the layers.
+    are loaded. A DSpark draft's head is the target's and does not count. Take it before `make_proposer` packs the
+    layers.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(draft.state_dict().items()):
@@ -200,7 +187,7 @@ def _merge(previous: Path, folder: Path, dropped: Set[str] = frozenset()) -> Non
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def read_config(folder: str | Path) -> tuple[DraftConfig, bool]:
+def read_config(folder: str | Path) -> tuple[Config, bool]:
     """config.json of a draft folder: its config, and whether the weights file holds lm_head.weight.
 
     Raises DsparkError.
@@ -218,10 +205,12 @@ def read_config(folder: str | Path) -> tuple[DraftConfig, bool]:
         ) from None
     if not isinstance(values, dict):
         raise DsparkError(CONFIG_FILE, str(path), "must hold one JSON object")
+    if values.get("architectures") in [[name] for name in EAGLE3.values()]:
+        return eagle3_from_json(values), True
     return config_from_json(values)
 
 
-def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> DSparkDraft:
+def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Draft:
     """Read a draft folder; the draft comes unbound, its weights in `dtype`.
 
     Every tensor name, shape, type and value is checked; raises DsparkError naming what is missing, extra, misshapen,
@@ -229,17 +218,17 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> DSpark
     """
     config, lm_head = read_config(folder)
     with torch.device("meta"):
-        draft = DSparkDraft(config)
+        draft = new_draft(config)
     expected = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
-    if lm_head:
+    if lm_head:  # inside an EAGLE-3 draft already
         expected[LM_HEAD] = (config.draft_vocab_size, config.hidden_size)
     tensors = _read_tensors(_existing(Path(folder)) / WEIGHTS_FILE, expected)
     if config.reduced:
         _check_vocabulary(tensors["d2t"], tensors["t2d"])
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    rows = tensors.pop(LM_HEAD, None)
+    if isinstance(draft, DSparkDraft):
+        draft.own_head_rows = tensors.pop(LM_HEAD, None)
     draft.load_state_dict(tensors, strict=True, assign=True)
-    draft.own_head_rows = rows
     return draft
 
 
