@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from dspark.decoding.compiled import compile_draft
+from dspark.decoding.drafting import Proposal
 from dspark.decoding.engine import Engine
-from dspark.decoding.proposers import NoProposer, Proposal, Proposer, make_proposer
+from dspark.decoding.proposers import NoProposer, Proposer, make_proposer
 from dspark.decoding.request import Request, Result, SamplingSettings
 from dspark.drafts.dspark import DraftContext, DSparkDraft
 from dspark.errors import DsparkError

@@ -17,10 +17,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from dspark.decoding.drafting import Proposal
 from dspark.decoding.grammar import GrammarCompiler
 from dspark.decoding.memory import Memory
 from dspark.decoding.process import LogitsProcessor
-from dspark.decoding.proposers import NoProposer, Proposal, Proposer
+from dspark.decoding.proposers import NoProposer, Proposer
 from dspark.decoding.request import Active, FinishReason, NoState, Request, Result, Round, TokenLogprob, rule_of
 from dspark.decoding.text import StopText
 from dspark.decoding.verify import verify_coupled, verify_greedy, verify_largest, verify_rejection

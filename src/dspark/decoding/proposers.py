@@ -1,36 +1,22 @@
-"""Who proposes tokens: a DSpark or DFlash draft, or nobody (plain decoding through the same engine)."""
+"""Who proposes tokens: a DSpark, DFlash or EAGLE-3 draft, or nobody (plain decoding through the same engine)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from dspark.decoding.compiled import CompiledDraft, compile_draft
+from dspark.decoding.drafting import DraftProposer, Proposal
+from dspark.decoding.eagle3 import Eagle3Proposer
 from dspark.decoding.request import Active
-from dspark.decoding.verify import draft_token
 from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.targets.packed import fingerprint, pack_linears, packed
-
-
-@dataclass
-class Proposal:
-    """Draft tokens of one request, the law each was drawn from (log q over V; None: a point mass), and where asked
-    for the confidence of each slot: the draft's own probability that it survives, given that those before it did."""
-
-    tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
-
-    def cut(self, count: int) -> None:
-        """Keep the first `count` tokens."""
-        del self.tokens[count:], self.laws[count:], self.confidence[count:]
 
 
 class Proposer(Protocol):
@@ -74,7 +60,7 @@ class NoProposer:
         return [Proposal() for _ in batch]
 
 
-class DSparkProposer:
+class DSparkProposer(DraftProposer):
     """Block drafting with sequential sampling (method: paper section 3; markov_rank 0 is plain DFlash).
 
     n: draft tokens a round, 1..gamma. mode "block" runs an n-slot block, as every engine does; "prefix" runs the
@@ -90,41 +76,22 @@ class DSparkProposer:
         mode: Literal["block", "prefix"] = "block",
         confidence: bool = False,
     ) -> None:
-        gamma = draft.config.gamma
-        self.n = gamma if n is None else n
-        if not 1 <= self.n <= gamma:
-            raise DsparkError("n", n, f"this draft was trained for blocks of {gamma} predictions; use 1..{gamma}")
+        super().__init__(draft, n)
         if mode not in ("block", "prefix"):
             raise DsparkError("draft_mode", mode, "must be block or prefix")
-        self.draft, self.width = draft, gamma if mode == "prefix" else self.n
-        self.taps = tuple(draft.config.target_layer_ids)
+        self.draft, self.width = draft, draft.config.gamma if mode == "prefix" else self.n
         self.confidence = confidence and draft.confidence_head is not None
         config = draft.config
         self.bytes_per_token = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft.norm.weight.itemsize
         )
-        self._draft_ids: Tensor | None = draft.draft_ids if config.reduced else None
-
-    def start(self, active: Active, capacity: int) -> None:
-        if active.context is None:
-            active.context = self.draft.new_context(capacity)
-        else:
-            active.context.grow(capacity)
-
-    def resume(self, active: Active, context: Any, length: int) -> None:
-        active.context.copy_prefix(context, length)
-
-    @torch.no_grad()
-    def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
-        self.draft.write_context([(active.context, taps) for active, taps in committed])
 
     @torch.no_grad()
     def propose(self, batch: Sequence[Active]) -> list[Proposal]:
         draft = self.draft
         hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], self.width)
         base = draft.base_logits(hidden)
-        if not math.isfinite(base.sum()):
-            raise DsparkError("draft", str(hidden.dtype), "gave non-finite logits; load it in float32 or bfloat16")
+        self._check_logits(base)
         previous = torch.tensor([active.ids[-1] for active in batch])
         tokens = self._greedy_tokens(batch, base, previous)
         if tokens is not None:
@@ -158,49 +125,27 @@ class DSparkProposer:
         for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
             proposal.confidence = row[: len(proposal.tokens)]
 
-    def _choose(self, logits: Tensor, batch: Sequence[Active], slot: int, proposals: list[Proposal]) -> Tensor:
-        """Pick one token a request from logits [R, K]; returns them as target ids [R].
 
-        A request whose settings leave nothing to pick proposes no further.
-        """
-        greedy = logits.argmax(dim=-1)
-        tokens = greedy if self._draft_ids is None else self._draft_ids[greedy]
-        for row, (active, proposal) in enumerate(zip(batch, proposals, strict=True)):
-            if len(proposal.tokens) < slot:
-                continue
-            law = None
-            if active.rule != "greedy" or active.processor is not None:
-                try:
-                    tokens[row], law = self._draw(active, logits[row], proposal.tokens)
-                except (
-                    Exception
-                ):  # what it asks for cannot be drafted here; whether it can be answered, verifying tells
-                    continue
-            proposal.laws.append(law)
-            proposal.tokens.append(-1)  # filled in below, in one go
-        for proposal, token in zip(proposals, tokens.tolist(), strict=True):
-            if len(proposal.tokens) == slot + 1:
-                proposal.tokens[slot] = token
-        return tokens
+def draft_proposer(
+    draft: Draft,
+    n: int | None = None,
+    mode: Literal["block", "prefix"] = "block",
+    confidence: bool = False,
+) -> DraftProposer:
+    """The proposer of this kind of draft, which must be bound before it proposes. mode and confidence: DSpark's.
 
-    def _draw(self, active: Active, logits: Tensor, drafts: Sequence[int]) -> tuple[int, Tensor | None]:
-        """One request's token after `drafts`, under its own settings, from logits [K]."""
-        ids = self._draft_ids
-        size = None if ids is None else self.draft.config.vocab_size
-        if active.processor is not None:
-            if ids is not None and size is not None:
-                logits = torch.full((size,), -math.inf).index_copy_(0, ids, logits.float())
-            logits, ids, size = active.shaped(logits, drafts), None, None
-        slot = len(drafts)
-        position = len(active.ids) + slot
-        return draft_token(
-            logits, active.request.sampling, active.seed, active.round_index, slot, position, active.rule, ids, size
-        )
+    Raises DsparkError when n is out of range, or for a mode that an EAGLE-3 draft has not.
+    """
+    if isinstance(draft, DSparkDraft):
+        return DSparkProposer(draft, n, mode, confidence)
+    if mode != "block":
+        raise DsparkError("draft_mode", mode, "is for blocks; an EAGLE-3 draft has only `block`, one pass a token")
+    return Eagle3Proposer(draft, n)
 
 
 def make_proposer(
     target: Target,
-    draft: DSparkDraft | None,
+    draft: Draft | None,
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
@@ -215,16 +160,23 @@ def make_proposer(
     draft.config.check_target(None, target.num_layers, target.hidden_size, target.vocab_size)
     draft.eval().requires_grad_(False)
     draft.bind(target.embedding_weight, target.head_weight)
+    if draft.packed is not None and draft.packed != fingerprint(draft):
+        remedy = "its weights were changed after it was made ready to decode; load it again"
+        raise DsparkError("draft", draft.config.target_name, remedy)
+    if isinstance(draft, DSparkDraft):
+        _pack_dspark(draft)
+    elif draft.packed is None:
+        pack_linears(draft)
+    draft.packed = fingerprint(draft)
+    return draft_proposer(draft, n, mode, confidence)
+
+
+def _pack_dspark(draft: DSparkDraft) -> None:
     if draft.packed is None:
         draft.compiled = compile_draft(draft)
         for part in (draft.markov_head,) if draft.compiled else (draft,):  # what runs compiled is packed already
             if part is not None:
                 pack_linears(part)
-        draft.packed = fingerprint(draft)
-    elif draft.packed != fingerprint(draft):
-        remedy = "its weights were changed after it was made ready to decode; load it again"
-        raise DsparkError("draft", draft.config.target_name, remedy)
     elif draft.compiled is None:
         draft.compiled = compile_draft(draft)  # its vocabulary was set anew
     draft.head = packed(draft.head)  # lent by the target, so not inside the draft
-    return DSparkProposer(draft, n, mode, confidence)

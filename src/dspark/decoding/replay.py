@@ -1,8 +1,9 @@
-"""Replay: the acceptance of a draft on rows the target wrote greedily, without running the target.
+"""Replay: the acceptance of a draft on rows the target wrote greedily, or with a seed, without running the target.
 
 The walk uses the same proposer as serving: at every round's anchor the draft sees the taps of all tokens before it,
 its tokens are compared with the row's, and the walk advances by accepted + 1. Round records therefore equal those of
-a served run of the same row (argmax ties apart).
+a served run of the same row (argmax ties apart). That holds for rows that are a function of the target alone: greedy
+ones, and those sampled with a seed, whose draft tokens are drawn with the same noise (accept rule `coupled`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dspark.decoding.proposers import DSparkProposer
-from dspark.decoding.request import Active, NoState, Request, Round
+from dspark.decoding.drafting import DraftProposer
+from dspark.decoding.process import LogitsProcessor
+from dspark.decoding.request import Active, NoState, Request, Round, SamplingSettings, rule_of
 from dspark.errors import DsparkError
 
 
@@ -26,13 +28,24 @@ class TokenRow(Protocol):
 
 
 def replay(
-    proposer: DSparkProposer, rows: Iterable[tuple[TokenRow, Tensor]], batch: int = 32, max_context: int | None = None
+    proposer: DraftProposer,
+    rows: Iterable[tuple[TokenRow, Tensor]],
+    batch: int = 32,
+    max_context: int | None = None,
+    sampling: SamplingSettings | None = None,
 ) -> list[list[Round]]:
     """Round records of each row, in order.
 
     rows: (row, taps [T, m * d]) with T >= prompt + answer - 1, the taps being the draft's own, in its order.
     max_context: the target's context, where a round that would cross it is verified less deep, as in serving.
+    sampling: how the target wrote all rows (None: greedily). Raises DsparkError when that leaves them to chance, or
+    changes logits in more ways than temperature, top-k, top-p and min-p.
     """
+    sampling = sampling or SamplingSettings()
+    if rule_of(sampling) == "rejection":
+        raise DsparkError("sampling.seed", None, "must be given: unseeded rows are not a function of the target alone")
+    if LogitsProcessor.needed(sampling, 0, False):
+        raise DsparkError("sampling", sampling, "may only have temperature, top_k, top_p, min_p and seed here")
     if batch < 1:
         raise DsparkError("batch", batch, "must be at least 1")
     waiting = enumerate(rows)
@@ -44,7 +57,7 @@ def replay(
             entry = next(waiting, None)
             exhausted = entry is None
             if entry is not None:
-                walk = _Walk(proposer, entry[0], *entry[1], max_context)
+                walk = _Walk(proposer, entry[0], *entry[1], max_context, sampling)
                 records[walk.index] = walk.active.result.rounds
                 running.append(walk)
         running = [walk for walk in running if not walk.done]
@@ -58,12 +71,20 @@ def replay(
 
 class _Walk:
     def __init__(
-        self, proposer: DSparkProposer, index: int, row: TokenRow, taps: Tensor, max_context: int | None
+        self,
+        proposer: DraftProposer,
+        index: int,
+        row: TokenRow,
+        taps: Tensor,
+        max_context: int | None,
+        sampling: SamplingSettings,
     ) -> None:
         self.index, self.taps, self.row_ids = index, taps, [*row.prompt_ids, *row.answer_ids]
         self.max_context = max_context
         ids = self.row_ids[: len(row.prompt_ids) + 1]
-        self.active = Active(index, Request(row.prompt_ids), "greedy", 0, ids, 0, frozenset(), NoState())
+        request = Request(row.prompt_ids, sampling=sampling)
+        seed = sampling.seed or 0
+        self.active = Active(index, request, rule_of(sampling), seed, ids, 0, frozenset(), NoState())
         proposer.start(self.active, len(self.row_ids) + proposer.n)
         self.seen = 0
 
