@@ -14,10 +14,10 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
 from dspark.training.batches import split_rows
+from dspark.training.first_weights import copy_target_layers
 from dspark.training.recipe import Recipe
 from dspark.training.setup import (
     build_draft,
-    copy_target_layers,
     finished_config,
     memory_estimate,
     open_features,

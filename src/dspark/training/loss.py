@@ -1,9 +1,12 @@
-"""The DSpark training objective (method section 3), forward and backward in chunks of anchors.
+"""The training objective of DSpark (method section 3) and EAGLE-3, forward and backward in chunks of anchors.
 
-    loss = sum w (ce CE + l1 L1 + confidence BCE) / sum w,   w_k = m_k exp(-(k - 1) / decay)
+    loss = sum w (ce CE + l1 L1 + soft S + confidence BCE) / sum w,   w_k = m_k exp(-(k - 1) / decay)
 
 p is the target's distribution over all V tokens, q the draft's over its K. q is zero outside K, and p is never
 renormalised, so L1 = sum_K |q - p| + (1 - sum_K p); as q sums to one, y = sum_K min(p, q) = 1 - L1 / 2, also for K < V.
+S = -sum_K p log q, EAGLE-3's loss: the cross-entropy against the target's own distribution on K, renormalised, times
+the mass that lies in K. A slot whose likely tokens are outside K therefore counts for little; EAGLE-3 leaves out those
+whose first choice is, which would take all V logits to know.
 
 Memory: [A * gamma, K] logits never exist at once. A chunk's logits are turned in place into their gradient, known in
 closed form, and p is computed once per distinct label position of the chunk, not once per slot that reads it.
@@ -43,7 +46,7 @@ class Draft(Protocol):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Factors of the three terms, the decay of the slot weights in slots, and whether BCE stops at the hidden states.
+    """Factors of the terms, the decay of the slot weights in slots, and whether BCE stops at the hidden states.
 
     detach_confidence: BCE trains the confidence head (and, with its Markov part, W1) but not the backbone.
     Raises DsparkError for a negative factor or a decay that is not positive.
@@ -54,9 +57,10 @@ class LossSettings:
     confidence: float = 1.0
     decay: float = 4.0
     detach_confidence: bool = False
+    soft: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("ce", "l1", "confidence"):
+        for name in ("ce", "l1", "confidence", "soft"):
             if not getattr(self, name) >= 0:
                 raise DsparkError(f"loss.{name}", getattr(self, name), "a loss factor is 0 or more")
         if not self.decay > 0:
@@ -71,7 +75,8 @@ def _zeros(gamma: int) -> Tensor:
 class LossStats:
     """Sums over slots and blocks, never ratios, so that any grouping of batches adds up.
 
-    weight = sum w; total, ce, l1, bce = sum w * term (total with the settings' factors; ce without labels outside K)
+    weight = sum w; total, ce, l1, soft, bce = sum w * term (total with the settings' factors; ce without labels
+        outside K)
     accepted, slots: sum of y_k and number of slots, both over unmasked slots
     survival: sum over blocks of prod_{j<=k} y_j, where a masked slot stops the product
     tau_teacher_forced: sum over blocks of 1 + sum_k prod_{j<=k} y_j; blocks: blocks with at least one label
@@ -84,6 +89,7 @@ class LossStats:
     total: float = 0.0
     ce: float = 0.0
     l1: float = 0.0
+    soft: float = 0.0
     bce: float = 0.0
     tau_teacher_forced: float = 0.0
     blocks: int = 0
@@ -119,6 +125,7 @@ class LossStats:
             "loss": self.total / self.weight,
             "loss_ce": self.ce / self.weight,
             "loss_l1": self.l1 / self.weight,
+            **({"loss_soft": self.soft / self.weight} if self.soft else {}),
             "loss_bce": self.bce / self.weight,
             "tau_teacher_forced": self.tau_teacher_forced / self.blocks,
             "kept_mass": self.kept_mass / count,
@@ -202,7 +209,7 @@ def dense_loss(
     l1 = (q - p).abs().sum(-1) + (1 - p.sum(-1))
     y = (1 - l1 / 2).detach().clamp(0, 1)
     ce = -log_q.gather(-1, rows.clamp(min=0)[..., None]).squeeze(-1)
-    loss = settings.ce * torch.where(rows >= 0, ce, 0) + settings.l1 * l1
+    loss = settings.ce * torch.where(rows >= 0, ce, 0) + settings.l1 * l1 - settings.soft * (p * log_q).sum(-1)
     if draft.config.enable_confidence_head:
         logits = _confidence(draft, hidden, batch.prev_ids, settings).to(q.dtype)
         loss = loss + settings.confidence * F.binary_cross_entropy_with_logits(logits, y, reduction="none")
@@ -248,7 +255,7 @@ class _Chunk:
         weights = slot_weights(mask, settings.decay)
         # In place on purpose. Had the draft's graph saved the logits for its backward, autograd would raise here.
         work = logits.detach().to(self.target.p.dtype).contiguous()
-        ce, l1 = self._logit_terms(work, weights * self.scale, backward)
+        ce, l1, soft = self._logit_terms(work, weights * self.scale, backward)
         y = (1 - l1 / 2).clamp(0, 1)
         bce = torch.zeros_like(y)
         heads = [(logits, work.to(logits.dtype))]
@@ -260,26 +267,30 @@ class _Chunk:
         heads = [(value, grad) for value, grad in heads if backward and value.requires_grad]
         if heads:
             torch.autograd.backward([value for value, _ in heads], [grad for _, grad in heads])
-        return self._stats(weights, ce, l1, bce, y)
+        return self._stats(weights, ce, l1, soft, bce, y)
 
-    def _logit_terms(self, logits: Tensor, weights: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """CE and L1 of every slot [c, g]; `logits` [c, g, K] become their gradient; weights [c, g] hold the scale."""
+    def _logit_terms(self, logits: Tensor, weights: Tensor, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """CE, L1, S of every slot [c, g]; `logits` [c, g, K] become their gradient; weights [c, g] hold the scale."""
         shape = logits.shape[:2]
         rows = logits.view(-1, logits.shape[-1])
         labels = self.label_rows.flatten()
         inside = labels >= 0
         a = (weights.flatten() * self.settings.ce * inside).to(rows.dtype)
         b = (weights.flatten() * self.settings.l1).to(rows.dtype)
-        ce, l1 = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+        c = (weights.flatten() * self.settings.soft).to(rows.dtype) if self.settings.soft else None
+        ce, l1, soft = (rows.new_zeros(len(rows)) for _ in range(3))
         columns = labels.clamp(min=0)
         by_anchor = _walks_over_anchors(rows.device)
         scratch = rows.new_empty(shape[1] if by_anchor else len(rows), rows.shape[1])
         for at, p in self._blocks(by_anchor):
             q = scratch[: at.stop - at.start]
-            ce[at], l1[at] = _slot_terms(rows[at], p, columns[at], a[at], b[at], q, backward)
+            if c is not None:
+                soft[at] = _soft_term(rows[at], p)
+            factors = a[at], b[at], None if c is None else c[at]
+            ce[at], l1[at] = _slot_terms(rows[at], p, columns[at], *factors, q, backward)
         if backward:
             rows[~self.mask.flatten()] = 0
-        return ce.view(shape) * (inside.view(shape) & self.mask), l1.view(shape)
+        return ce.view(shape) * (inside.view(shape) & self.mask), l1.view(shape), soft.view(shape)
 
     def _blocks(self, by_anchor: bool) -> Iterator[tuple[slice, Tensor]]:
         """(rows of the chunk, their p): one anchor at a time, whose p is a slice of ours, or all rows at once."""
@@ -291,21 +302,23 @@ class _Chunk:
         for i, (first, length) in enumerate(zip(target.first, target.lengths, strict=True)):
             yield slice(i * gamma, i * gamma + length), target.p[first : first + length]
 
-    def _stats(self, weights: Tensor, ce: Tensor, l1: Tensor, bce: Tensor, y: Tensor) -> LossStats:
+    def _stats(self, weights: Tensor, ce: Tensor, l1: Tensor, soft: Tensor, bce: Tensor, y: Tensor) -> LossStats:
         mask, settings = self.mask, self.settings
-        ce, l1, bce = ((weights * torch.where(mask, term, 0)).sum() for term in (ce, l1, bce))
+        ce, l1, soft, bce = ((weights * torch.where(mask, term, 0)).sum() for term in (ce, l1, soft, bce))
         y = torch.where(mask, y, 0).double()
         survival = y.cumprod(dim=1).sum(0)
         kept = torch.where(mask, self.target.kept[self.target.index], 0).double().sum()
         outside = (mask & (self.label_rows < 0)).sum()
-        sums = torch.stack([weights.sum(), ce, l1, bce, kept, outside.double(), survival.sum()]).tolist()
-        weight, ce_sum, l1_sum, bce_sum, kept_sum, outside_sum, survived = sums
+        sums = torch.stack([weights.sum(), ce, l1, soft, bce, kept, outside.double(), survival.sum()]).tolist()
+        weight, ce_sum, l1_sum, soft_sum, bce_sum, kept_sum, outside_sum, survived = sums
+        total = settings.ce * ce_sum + settings.l1 * l1_sum + settings.soft * soft_sum
         return LossStats(
             mask.shape[1],
             weight=weight,
-            total=settings.ce * ce_sum + settings.l1 * l1_sum + settings.confidence * bce_sum,
+            total=total + settings.confidence * bce_sum,
             ce=ce_sum,
             l1=l1_sum,
+            soft=soft_sum,
             bce=bce_sum,
             tau_teacher_forced=len(mask) + survived,
             blocks=len(mask),
@@ -322,14 +335,19 @@ def _walks_over_anchors(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _slot_terms(
-    z: Tensor, p: Tensor, labels: Tensor, a: Tensor, b: Tensor, q: Tensor, backward: bool
-) -> tuple[Tensor, Tensor]:
-    """CE [n] and L1 [n] of rows z [n, K] against p [n, K]; z becomes the gradient of sum(a CE + b L1).
+def _soft_term(z: Tensor, p: Tensor) -> Tensor:
+    """S [n] = -sum_K p log q of rows z [n, K] against p [n, K]."""
+    return p.sum(-1) * z.logsumexp(-1) - torch.linalg.vecdot(p, z)
 
-    L1 = 2 - 2 sum min(p, q). With m = 1[q < p] and M = sum q m its gradient is -2 q (m - M); CE's is q - onehot(label).
-    So z becomes q (a + 2 b M - 2 b m) - a onehot(label). q is scratch [n, K]; z itself is the second scratch once its
-    log-normaliser and the label's logit have been read.
+
+def _slot_terms(
+    z: Tensor, p: Tensor, labels: Tensor, a: Tensor, b: Tensor, c: Tensor | None, q: Tensor, backward: bool
+) -> tuple[Tensor, Tensor]:
+    """CE [n] and L1 [n] of rows z [n, K] against p [n, K]; z becomes the gradient of sum(a CE + b L1 + c S).
+
+    L1 = 2 - 2 sum min(p, q). With m = 1[q < p] and M = sum q m its gradient is -2 q (m - M); CE's is q - onehot(label),
+    S's q sum(p) - p. So z becomes q (a + 2 b M - 2 b m + c sum(p)) - a onehot(label) - c p. q is scratch [n, K]; z
+    itself is the second scratch once its log-normaliser and the label's logit have been read.
     """
     torch.softmax(z, -1, out=q)
     # The log-sum-exp is max z - log(max q): max q >= 1 / K has a logarithm where q[label] might have underflowed.
@@ -338,8 +356,12 @@ def _slot_terms(
     if backward:
         below = torch.lt(q, p, out=z)
         offset = a + 2 * b * torch.linalg.vecdot(q, below)
+        if c is not None:
+            offset += c * p.sum(-1)
         below.mul_(-2 * b[:, None]).add_(offset[:, None]).mul_(q)
         below.scatter_add_(-1, labels[:, None], -a[:, None])
+        if c is not None:
+            below.addcmul_(p, c[:, None], value=-1)
     return ce, l1
 
 

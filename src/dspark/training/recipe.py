@@ -15,8 +15,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dspark.drafts.config import DraftConfig
+from dspark.drafts.eagle3_config import Eagle3Config
+from dspark.drafts.kinds import Config
 from dspark.errors import DsparkError
 from dspark.training.loss import LossSettings
+
+ARCHITECTURES: dict[str, type[DraftConfig] | type[Eagle3Config]] = {"dspark": DraftConfig, "eagle3": Eagle3Config}
 
 
 class _Section(BaseModel):
@@ -58,6 +62,7 @@ class LossSection(_Section):
     confidence: float = Field(default=1.0, ge=0.0)
     decay: float = Field(default=4.0, gt=0.0)
     detach_confidence: bool = False
+    soft: float = Field(default=0.0, ge=0.0)
 
     def settings(self) -> LossSettings:
         return LossSettings(**self.model_dump())
@@ -110,7 +115,10 @@ class TrainingSection(_Section):
 
 
 class Recipe(_Section):
-    """name, target (folder, hub name or `embedded:...`), draft (the fields of DraftConfig), data, training."""
+    """name, target (folder, hub name or `embedded:...`), draft, data, training.
+
+    draft: `architecture` (dspark, the default, or eagle3) and the fields of DraftConfig or Eagle3Config.
+    """
 
     name: str
     target: str
@@ -118,13 +126,17 @@ class Recipe(_Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
 
-    def draft_config(self) -> DraftConfig:
+    def draft_config(self) -> Config:
         """The draft's config; `target_name` is the recipe's target unless the recipe says otherwise.
 
         Raises DsparkError naming the field that is missing or wrong.
         """
+        fields = {"target_name": self.target, **self.draft}
+        architecture = fields.pop("architecture", "dspark")
+        if architecture not in ARCHITECTURES:
+            raise DsparkError("draft.architecture", architecture, f"must be {' or '.join(ARCHITECTURES)}")
         try:
-            return DraftConfig(**{"target_name": self.target, **self.draft})
+            return ARCHITECTURES[architecture](**fields)
         except DsparkError as error:
             raise DsparkError(f"draft.{error.field}", error.value, error.remedy) from None
 
@@ -137,10 +149,21 @@ class Recipe(_Section):
         if isinstance(widths, tuple) and not (widths and all(1 <= width <= config.gamma for width in widths)):
             remedy = f"must be `all`, or a list of widths in 1..{config.gamma}"
             raise DsparkError("training.block_widths", list(widths), remedy)
-        if training.markov_init == "bigram" and not (config.markov_rank and config.markov_head_type == "vanilla"):
-            head = f"a {config.markov_head_type} head of rank {config.markov_rank}"
-            remedy = f"needs a vanilla Markov head, the draft has {head}; use default"
-            raise DsparkError("training.markov_init", "bigram", remedy)
+        if training.markov_init == "bigram":
+            _check_markov(config)
+        if isinstance(config, Eagle3Config) and widths is not None:
+            raise DsparkError("training.block_widths", widths, "is for blocks: an eagle3 draft's steps are alone")
+
+
+def _check_markov(config: Config) -> None:
+    """Raises DsparkError when the draft has no Markov head that bigrams could start."""
+    if isinstance(config, DraftConfig) and config.markov_rank and config.markov_head_type == "vanilla":
+        return
+    head = (
+        "none" if isinstance(config, Eagle3Config) else f"a {config.markov_head_type} head of rank {config.markov_rank}"
+    )
+    remedy = f"needs a vanilla Markov head, the draft has {head}; use default"
+    raise DsparkError("training.markov_init", "bigram", remedy)
 
 
 def recipe_names() -> list[str]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dspark.checkpoints.native import load_draft
 from dspark.data.prompts import read_prompts
 from dspark.data.rows import Row, check_ids, read_rows, row_notes, unique_rows
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.eagle3 import Eagle3Draft
+from dspark.drafts.eagle3_config import Eagle3Config
+from dspark.drafts.kinds import Config, Draft, new_draft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.training.batches import cut, trainable
 from dspark.training.bigrams import start_from_bigrams
 from dspark.training.features import HEAD_CHUNK, Features, FeatureSource, InProcessFeatures, verify_features
+from dspark.training.first_weights import copy_draft, copy_target_head, copy_target_layer, copy_target_layers
 from dspark.training.folders import open_folders
 from dspark.training.loss import CHUNK_BYTES
 from dspark.training.recipe import Recipe
@@ -106,7 +109,7 @@ def prompt_recipe(recipe: Recipe, target: Target) -> dict[str, str | None]:
 
 def finished_config(
     recipe: Recipe, target: Target, rows: Sequence[Row], train_rows: Sequence[Row] | None = None
-) -> DraftConfig:
+) -> Config:
     """The recipe's draft config, checked against target and rows, with what only the data knows filled in.
 
     training_length is the longest of `train_rows` (all rows when it is None), prompt_recipe how prompts were rendered.
@@ -115,7 +118,7 @@ def finished_config(
     config = recipe.draft_config()
     config.check_target(target.name, target.num_layers, target.hidden_size, target.vocab_size)
     emitted = {token for row in rows for token in row.answer_ids}
-    if config.mask_token_id in emitted | set(target.stop_ids):
+    if isinstance(config, DraftConfig) and config.mask_token_id in emitted | set(target.stop_ids):
         raise DsparkError("draft.mask_token_id", config.mask_token_id, "is a token the target emits; choose another")
     recipe.check()
     check_ids(rows, target.vocab_size)
@@ -128,9 +131,10 @@ def finished_config(
 
 
 def build_draft(
-    recipe: Recipe, config: DraftConfig, target: Target, rows: Sequence[Row], draft_ids: list[int] | None, say: Say
-) -> DSparkDraft:
-    """A draft with its first weights (`training.init`), its vocabulary, and the target's embedding and head.
+    recipe: Recipe, config: Config, target: Target, rows: Sequence[Row], draft_ids: list[int] | None, say: Say
+) -> Draft:
+    """A draft with its first weights (`training.init`), its vocabulary, and the target's embedding and head. An EAGLE-3
+    draft's own head starts as the target's.
 
     draft_ids: the map of a saved run; it and, unless `training.init_vocabulary` is recount, the map of an init draft
     are reused as they are.
@@ -138,7 +142,7 @@ def build_draft(
     init, recount = recipe.training.init, recipe.training.init_vocabulary == "recount"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.training.seed)
-        draft = DSparkDraft(config)
+        draft = new_draft(config)
     given = load_draft(init) if init not in ("random", "target-layers") else None
     if given is not None:
         _check_same_kind(given.config, config, PROVENANCE | ({"draft_vocab_size"} if recount else set()))
@@ -150,6 +154,8 @@ def build_draft(
                 rows, config.draft_vocab_size, config.vocab_size, target.stop_ids, say, prompt_texts(recipe, target)
             )
         draft.set_vocabulary(draft_ids)
+    if isinstance(draft, Eagle3Draft):
+        copy_target_head(draft, target)
     if given is not None:
         shared = copy_draft(given, draft)
         say(f"first weights from the draft in {init}")
@@ -158,31 +164,19 @@ def build_draft(
             gone = given.config.draft_vocab_size - shared
             say(f"draft vocabulary: {shared} ids as in {init}, {new} new ones, {gone} of its own left out")
     elif init == "target-layers":
-        copied_names = copy_target_layers(draft, target)
-        say(f"first weights from the target's last {config.num_hidden_layers} layers ({len(copied_names)} tensors)")
-    if recipe.training.markov_init == "bigram" and given is None:
+        say(_from_target_layers(draft, target))
+    if recipe.training.markov_init == "bigram" and given is None and isinstance(draft, DSparkDraft):
         say(start_from_bigrams(draft, rows))
     draft.bind(target.embedding_weight.detach(), target.head_weight.detach())
     return draft
 
 
-@torch.no_grad()
-def copy_draft(given: DSparkDraft, draft: DSparkDraft) -> int:
-    """Take over all weights of a draft of the same kind, whose reduced vocabulary may be another one.
-
-    Rows of W2 follow their target ids; those of ids that `given` has not keep what they are. Returns the shared ids.
-    """
-    place = torch.full((draft.config.vocab_size,), -1)
-    place[given.draft_ids] = torch.arange(given.config.draft_vocab_size)
-    source = place[draft.draft_ids]
-    kept = source >= 0
-    copied = dict(given.named_parameters())
-    for name, parameter in draft.named_parameters():
-        if name == "markov_head.markov_w2.weight":
-            parameter[kept] = copied[name][source[kept]]
-        else:
-            parameter.copy_(copied[name])
-    return int(kept.sum())
+def _from_target_layers(draft: Draft, target: Target) -> str:
+    """Copy what fits of the target's last layers; a line that says so."""
+    if isinstance(draft, Eagle3Draft):
+        return f"first weights from the target's last layer and head ({len(copy_target_layer(draft, target))} tensors)"
+    count = len(copy_target_layers(draft, target))
+    return f"first weights from the target's last {draft.config.num_hidden_layers} layers ({count} tensors)"
 
 
 def prompt_texts(recipe: Recipe, target: Target) -> list[list[int]]:
@@ -192,7 +186,10 @@ def prompt_texts(recipe: Recipe, target: Target) -> list[list[int]]:
     return [target.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
 
 
-def _check_same_kind(given: DraftConfig, wanted: DraftConfig, free: set[str]) -> None:
+def _check_same_kind(given: Config, wanted: Config, free: set[str]) -> None:
+    if type(given) is not type(wanted):
+        remedy = f"is not of the recipe's kind, {type(wanted).__name__}"
+        raise DsparkError("training.init", type(given).__name__, remedy)
     mine, theirs = wanted.model_dump(), given.model_dump()
     for field, value in mine.items():
         if field not in free and theirs[field] != value:
@@ -200,54 +197,7 @@ def _check_same_kind(given: DraftConfig, wanted: DraftConfig, free: set[str]) ->
             raise DsparkError(f"draft.{field}", value, remedy)
 
 
-@torch.no_grad()
-def copy_target_layers(draft: DSparkDraft, target: Target) -> list[str]:
-    """Start from the target's last decoder layers: attention, MLP and norms where names and shapes agree.
-
-    The context projection starts as the last tap alone, normalised as the target's own last layer would: the copied
-    K/V projections then see what they were made for. Returns the names of the tensors set.
-    """
-    own = dict(draft.named_parameters())
-    count = draft.config.num_hidden_layers
-    first = target.num_layers - count
-    done = []
-    layers, final_norm = _decoder_weights(target)
-    for index in range(count):
-        for suffix, weight in layers.get(first + index, {}).items():
-            name = f"layers.{index}.{suffix}"
-            if name in own and own[name].shape == weight.shape:
-                own[name].copy_(weight)
-                done.append(name)
-    if not done:
-        raise DsparkError("training.init", "target-layers", "no layer of the target has the draft's shapes; use random")
-    d, taps = draft.config.hidden_size, draft.config.target_layer_ids
-    place = max(range(len(taps)), key=lambda i: taps[i])
-    own["fc.weight"].mul_(0.1)  # small random parts for the other taps, so that they are not left out for good
-    own["fc.weight"][:, place * d : (place + 1) * d].copy_(torch.eye(d))
-    input_norm = layers[target.num_layers - 1].get("input_layernorm.weight")
-    for name, source in (("hidden_norm.weight", input_norm), ("norm.weight", final_norm)):
-        if source is not None and own[name].shape == source.shape:
-            own[name].copy_(source)
-            done.append(name)
-    return [*done, "fc.weight"]
-
-
-def _decoder_weights(target: Target) -> tuple[dict[int, dict[str, Tensor]], Tensor | None]:
-    """({layer id: {name inside the layer: weight}}, final norm weight) of a target that holds a model."""
-    model = getattr(target, "model", None)
-    if not isinstance(model, nn.Module):
-        raise DsparkError("training.init", "target-layers", "this target's layers are not in this process; use random")
-    layers: dict[int, dict[str, Tensor]] = {}
-    norm = None
-    for name, weight in model.state_dict().items():
-        if found := re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name):
-            layers.setdefault(int(found[1]), {})[found[2]] = weight
-        elif re.search(r"(?:^|\.)norm\.weight$", name):
-            norm = weight
-    return layers, norm
-
-
-def memory_estimate(recipe: Recipe, draft: DSparkDraft, target: Target, rows: Sequence[Row]) -> dict[str, int]:
+def memory_estimate(recipe: Recipe, draft: Draft, target: Target, rows: Sequence[Row]) -> dict[str, int]:
     """Bytes by purpose of one step, from shapes alone; activations are an upper estimate.
 
     The loss part is one chunk's [chunk * gamma, K] logits, their softmax and the target's distribution.
@@ -262,12 +212,7 @@ def memory_estimate(recipe: Recipe, draft: DSparkDraft, target: Target, rows: Se
     tokens = sum(lengths[: training.rows_per_step])
     slots = training.rows_per_step * training.anchors_per_row * c.slots(c.gamma)
     features = 3 * tokens * ((len(c.target_layer_ids) + 1) * c.hidden_size + 1) * 4  # this step's and two read ahead
-    width = c.num_attention_heads * c.head_dim
-    kv = 2 * c.num_key_value_heads * c.head_dim
-    per_slot = 8 * c.hidden_size + 4 * width + 2 * kv + 4 * c.intermediate_size
-    longest = lengths[0]
-    scores = c.num_attention_heads * slots * (longest + c.slots(c.gamma)) * 2
-    activations = 4 * c.num_hidden_layers * (slots * per_slot + tokens * 2 * kv + scores)
+    activations = 4 * _activations(c, slots, tokens, lengths[0])
     chunk = min(training.loss_chunk or 10**9, training.rows_per_step * training.anchors_per_row)
     logits = min(
         4 * chunk * c.gamma * c.draft_vocab_size * 4, 4 * CHUNK_BYTES if training.loss_chunk is None else 2**62
@@ -281,3 +226,19 @@ def memory_estimate(recipe: Recipe, draft: DSparkDraft, target: Target, rows: Se
         "activations": activations,
         "loss": logits,
     }
+
+
+def _activations(c: Config, slots: int, tokens: int, longest: int) -> int:
+    """Numbers kept for the backward pass: of `slots` slots (or steps) in a row of `tokens`, the longest document given.
+
+    An EAGLE-3 layer also keeps the 2d wide inputs and the keys of the whole row.
+    """
+    heads, key_width, value_width = (
+        c.cached_shape if isinstance(c, Eagle3Config) else (c.num_key_value_heads, c.head_dim, c.head_dim)
+    )
+    kv, width = heads * (key_width + value_width), c.num_attention_heads * key_width
+    per_slot = 8 * c.hidden_size + 4 * width + 2 * kv + 4 * c.intermediate_size
+    scores = c.num_attention_heads * slots * (longest + c.slots(c.gamma)) * 2
+    if isinstance(c, Eagle3Config):
+        return slots * (per_slot + 4 * c.hidden_size) + tokens * (2 * kv + 4 * c.hidden_size) + scores
+    return c.num_hidden_layers * (slots * per_slot + tokens * 2 * kv + scores)

@@ -34,7 +34,7 @@ from torch import nn
 
 from dspark.checkpoints.native import save_draft
 from dspark.data.rows import Row
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.locks import lock_for_writing
 from dspark.targets.base import Target
@@ -188,7 +188,7 @@ class _Run:
     def __init__(
         self,
         recipe: Recipe,
-        draft: DSparkDraft,
+        draft: Draft,
         target: Target,
         batches: Batches,
         validator: Validator,

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dspark.data.rows import Row
-from dspark.decoding.proposers import DSparkProposer
+from dspark.decoding.proposers import draft_proposer
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Round
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.eagle3 import Eagle3Draft
+from dspark.drafts.kinds import Draft
 from dspark.targets.base import Target
 from dspark.training.batches import MicroPlan, cut, gather, generator, make_plan, trainable
 from dspark.training.features import FeatureSource
@@ -26,7 +27,7 @@ from dspark.training.recipe import Recipe
 REPLAY_BATCH = 16
 
 
-def target_log_p(target: Target, draft: DSparkDraft, last_hidden: Tensor, lse: Tensor) -> Callable[[Tensor], Tensor]:
+def target_log_p(target: Target, draft: Draft, last_hidden: Tensor, lse: Tensor) -> Callable[[Tensor], Tensor]:
     """Indices into the packed row [P] -> exact log p over the draft's ids [P, K], never renormalised.
 
     last_hidden [S, d] pre-norm, lse [S]: the log-sum-exp over all V makes K head rows enough (docs/method.md,
@@ -41,7 +42,7 @@ def target_log_p(target: Target, draft: DSparkDraft, last_hidden: Tensor, lse: T
 
 
 def micro_loss(
-    draft: DSparkDraft,
+    draft: Draft,
     target: Target,
     plan: MicroPlan,
     taps: Tensor,
@@ -55,16 +56,26 @@ def micro_loss(
 
     The blocks are as wide as the plan's; the sums have gamma slots whatever their width.
     """
-    anchors, training = plan.anchors, recipe.training
-    width = anchors.labels.shape[1]
+    training = recipe.training
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=training.compute_dtype == "bf16"):
-        hidden = draft.train_hidden(
-            taps, plan.packed.positions, anchors.anchor_index, anchors.anchor_ids, anchors.doc_start, width
-        )
+        hidden = _train_hidden(draft, plan, taps)
         log_p = target_log_p(target, draft, last_hidden, lse)
         settings, chunk = training.loss.settings(), training.loss_chunk
-        stats = loss_and_backward(draft, hidden, anchors, log_p, settings, scale, chunk=chunk, backward=backward)
+        stats = loss_and_backward(draft, hidden, plan.anchors, log_p, settings, scale, chunk=chunk, backward=backward)
     return stats.widened(draft.config.gamma)
+
+
+def _train_hidden(draft: Draft, plan: MicroPlan, taps: Tensor) -> Tensor:
+    """The draft's states for every anchor and slot of the plan: [A, width, d]."""
+    anchors, packed = plan.anchors, plan.packed
+    if isinstance(draft, Eagle3Draft):
+        return draft.train_hidden(
+            taps, packed.ids, packed.positions, anchors.anchor_index, anchors.doc_start, anchors.prev_ids
+        )
+    width = anchors.labels.shape[1]
+    return draft.train_hidden(
+        taps, packed.positions, anchors.anchor_index, anchors.anchor_ids, anchors.doc_start, width
+    )
 
 
 def replay_acceptance(rows: Sequence[Row], records: Sequence[Sequence[Round]]) -> tuple[float, list[float]]:
@@ -111,7 +122,7 @@ class Validator:
         ]
 
     @torch.no_grad()
-    def run(self, draft: DSparkDraft, target: Target) -> dict[str, float]:
+    def run(self, draft: Draft, target: Target) -> dict[str, float]:
         """All validation figures; `replay_acceptance` chooses the checkpoint."""
         values: dict[str, float] = {}
         stats = LossStats(draft.config.gamma)
@@ -120,7 +131,7 @@ class Validator:
             stats = stats + micro_loss(draft, target, plan, *features, self.recipe, 1.0, backward=False)
         values.update(stats.metrics())
         if self.replay_rows:
-            proposer = DSparkProposer(draft, self.recipe.training.replay_n)
+            proposer = draft_proposer(draft, self.recipe.training.replay_n)
             items = ((row, self.source.get(row).taps.float()) for row in self.replay_rows)
             records = replay(proposer, items, batch=REPLAY_BATCH)
             macro, slots = replay_acceptance(self.replay_rows, records)
