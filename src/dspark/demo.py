@@ -17,7 +17,7 @@ from dspark.checkpoints.builtin import draft_folder
 from dspark.cli_output import SPEED_NOTES, slot_percents
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, demo_prompts
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
 from dspark.machine import describe_machine
 from dspark.targets.base import Target
 
@@ -29,7 +29,7 @@ WARM_UP_TOKENS = 12
 
 def run_demo(
     target: Target,
-    draft: DSparkDraft,
+    draft: Draft,
     out: Path,
     *,
     prompts: Sequence[Prompt] | None = None,

@@ -22,7 +22,7 @@ from dspark.data.rows import detect_loop
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import make_proposer
 from dspark.decoding.request import Request, Result, Round
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
@@ -173,7 +173,7 @@ class Comparison:
 
 
 def build_engines(
-    target: Target, draft: DSparkDraft | None, modes: Sequence[Mode], max_batch: int = 1
+    target: Target, draft: Draft | None, modes: Sequence[Mode], max_batch: int = 1
 ) -> dict[str, Engine]:
     """One engine per mode over the same target and draft. Raises DsparkError for a mode without a draft."""
     if PLAIN not in modes or len({mode.name for mode in modes}) != len(modes):
@@ -263,7 +263,7 @@ def run_question(
 
 def compare(
     target: Target,
-    draft: DSparkDraft | None,
+    draft: Draft | None,
     questions: Sequence[Question],
     modes: Sequence[Mode],
     max_tokens: int,

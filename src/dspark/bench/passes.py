@@ -11,8 +11,9 @@ import numpy as np
 
 from dspark.bench.metrics import Interval, PassRow, pass_table
 from dspark.calibration.passes import Passes, time_in_turns
-from dspark.decoding.proposers import DSparkProposer, make_proposer
-from dspark.drafts.dspark import DSparkDraft
+from dspark.decoding.drafting import DraftProposer
+from dspark.decoding.proposers import make_proposer
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
@@ -36,7 +37,7 @@ class PassTimes:
 
 def measure_passes(
     target: Target,
-    draft: DSparkDraft,
+    draft: Draft,
     ids: Sequence[int],
     widths: Sequence[int] = (1, 8),
     n: int | None = None,
@@ -48,7 +49,7 @@ def measure_passes(
     Raises DsparkError for a draft of another target, n > gamma or a context without room.
     """
     proposer = make_proposer(target, draft, n)
-    assert isinstance(proposer, DSparkProposer)  # a draft was given
+    assert isinstance(proposer, DraftProposer)  # a draft was given
     passes = Passes(target, proposer, ids, widest=max(widths))
     jobs: dict[int, Callable[[], None]] = {width: partial(passes.verify, [width]) for width in widths}
     jobs[0] = passes.draft

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from scipy.optimize import isotonic_regression
 
 from dspark.calibration.passes import Passes, time_in_turns
-from dspark.decoding.proposers import DSparkProposer, make_proposer
-from dspark.drafts.dspark import DSparkDraft
+from dspark.decoding.drafting import DraftProposer
+from dspark.decoding.proposers import make_proposer
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.machine import describe_machine
 from dspark.targets.base import Target
@@ -171,7 +172,7 @@ def spread(tokens: int, widest: int) -> tuple[int, ...]:
 @torch.inference_mode()
 def measure_cost(
     target: Target,
-    draft: DSparkDraft,
+    draft: Draft,
     ids: Sequence[int],
     *,
     draft_name: str,
@@ -190,7 +191,7 @@ def measure_cost(
         if not values or min(values) < 1:
             raise DsparkError(field, list(values), "must be numbers of at least 1")
     proposer = make_proposer(target, draft, n)
-    assert isinstance(proposer, DSparkProposer)  # a draft was given
+    assert isinstance(proposer, DraftProposer)  # a draft was given
     widest, alone = proposer.n + 1, max(requests)
     batches = {spread(count, widest): None for count in tokens}
     batches |= {(1,) * count: None for count in tokens if count <= alone}

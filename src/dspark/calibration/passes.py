@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from dspark.decoding.proposers import DSparkProposer
+from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.request import Active, Request
 from dspark.errors import DsparkError
 from dspark.kernels.library import own_threads
@@ -27,7 +27,7 @@ class Passes:
 
     @torch.inference_mode()
     def __init__(
-        self, target: Target, proposer: DSparkProposer, ids: Sequence[int], requests: int = 1, widest: int = 8
+        self, target: Target, proposer: DraftProposer, ids: Sequence[int], requests: int = 1, widest: int = 8
     ) -> None:
         if len(ids) < COMMITTED:
             raise DsparkError("context", f"{len(ids)} tokens", f"must be at least {COMMITTED} tokens")

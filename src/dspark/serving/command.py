@@ -22,8 +22,8 @@ import uvicorn
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, load_named_draft
 from dspark.decoding.engine import Engine
-from dspark.decoding.proposers import DSparkProposer, make_proposer
-from dspark.drafts.dspark import DSparkDraft
+from dspark.decoding.proposers import draft_proposer, make_proposer
+from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.serving.api import Service, create_app
 from dspark.serving.convert import Converter
@@ -93,7 +93,7 @@ def show_bytes(count: int) -> str:
 
 
 def build_service(
-    target: Target, draft: DSparkDraft | None, n: int | None, draft_name: str | None, settings: ServeSettings
+    target: Target, draft: Draft | None, n: int | None, draft_name: str | None, settings: ServeSettings
 ) -> Service:
     """An engine for this pair and all that the endpoints need. Raises DsparkError where the two do not fit, or the
     memory is too little."""
@@ -266,7 +266,7 @@ def serve_command(
             torch.set_num_threads(threads)
         drafted = None if no_draft else load_named_draft(draft)
         if drafted is not None:
-            DSparkProposer(drafted, n)  # refuses a wrong n before the target takes its time
+            draft_proposer(drafted, n)  # refuses a wrong n before the target takes its time
         service = build_service(load_target(target), drafted, n, None if no_draft else draft, settings)
         serve(service, listening, settings)
 
