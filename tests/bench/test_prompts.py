@@ -173,6 +173,13 @@ def test_a_row_of_each_public_set_becomes_a_prompt(monkeypatch: pytest.MonkeyPat
         assert (asked[0]["path"], asked[0]["name"]) == (published.repo, published.config)
 
 
+def test_a_source_says_what_was_read_and_at_which_commit() -> None:
+    assert str(TABLE["gsm8k"].published) == "openai/gsm8k main test"
+    assert str(TABLE["mt-bench"].published) == "HuggingFaceH4/mt_bench_prompts@e3a795c train"
+    lite = str(TABLE["livecodebench"].published)
+    assert lite == "livecodebench/code_generation_lite@0fe84c3 test.jsonl and 5 more files"
+
+
 def test_recipes_keep_what_the_answer_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         hub(monkeypatch, row)
@@ -237,7 +244,7 @@ def test_a_set_that_is_gone_or_has_changed_is_missing(monkeypatch: pytest.Monkey
 def test_a_blank_prompt_is_not_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, ROWS["arena-hard"], {**ROWS["arena-hard"], "prompt": " "})
     found, missing = load_suites(["arena-hard"], None, limit=None, shuffle=None)
-    assert not found and missing[0].reason.startswith("row 1 of lmarena-ai/arena-hard-auto train holds no text")
+    assert not found and missing[0].reason.startswith("row 1 of lmarena-ai/arena-hard-auto@15f3746 data/aren")
 
 
 def test_without_the_package_a_suite_is_missing_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,10 @@ class Published:
     kept: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.repo, self.config, self.split) if part)
+        repo = f"{self.repo}@{self.revision[:7]}" if self.revision else self.repo
+        more = f"and {len(self.files) - 1} more files" if len(self.files) > 1 else None
+        parts = (repo, self.files[0], more) if self.files else (repo, self.config, self.split)
+        return " ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,8 @@ def load_suites(
     """(the suites that can be had, those that cannot), each in the order of `names`.
 
     data: a folder of <suite>.jsonl files, each line {"id": ..., "turns": [...]}. A suite found there is taken from
-    there, and any file there is a suite by its name; others come from their public data sets.
+    there, and any file there is a suite by its name; others come from their public data sets. Where there is no network
+    the hub's client tries each for some 25 s; HF_HUB_OFFLINE=1 spares that.
     limit: ask the first ones only; shuffle: a seed, prompts are then first put in the order of the hash of (seed, id).
     Raises DsparkError for a name that is neither in the table nor in the folder, a folder that holds no suite, an
     empty file, a malformed line (file and line named), an id used twice, and for no name, one given twice, limit < 1.
