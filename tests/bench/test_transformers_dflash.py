@@ -177,7 +177,7 @@ def test_a_reduced_vocabulary_is_confined_or_left_whole(model, target, make_dfla
     draft = make_dflash(draft_vocab_size=len(ids))
     draft.set_vocabulary(ids)
     rows = [prompt + answer.output_ids for prompt, answer in zip(prompts[:2], answers[:2])]
-    save_draft(taught(draft, target, rows), tmp_path / "reduced")
+    save_draft(taught(draft, target, rows), tmp_path / "reduced", lm_head=False)
     whole = over_whole_vocabulary(load_draft(tmp_path / "reduced"))
     save_draft(whole, tmp_path / "whole")
     export_zlab(whole, tmp_path / "dflash")

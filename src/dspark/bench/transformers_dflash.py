@@ -12,6 +12,8 @@ How its rounds relate to ours at n = gamma, for the same draft:
 - A round cut by a stop id or the limit counts only what was kept, here as there.
 - It always drafts with the target's whole head. `draft_ids` confines it to a reduced draft vocabulary, by adding minus
   infinity to the logits of all other tokens; the time of the whole head stays.
+- It knows the target's own head only. A native folder may carry head rows of its own, rounded to BF16: that is another
+  draft, near ties fall otherwise. Set `own_head_rows` to None in ours to compare like with like.
 - It takes its tokens from float32 logits of other kernels than ours, so exact ties, and only they, may fall otherwise.
 """
 
@@ -193,7 +195,7 @@ class TransformersDFlash:
 
 
 def round_differences(theirs: Sequence[Round], ours: Sequence[Round]) -> list[RoundDifference]:
-    """Where the rounds of one answer differ between Transformers and our engine, asked for as many tokens."""
+    """Where the rounds of one speculated answer differ, Transformers' and ours, asked for as many tokens."""
     found = []
     for index in range(max(len(theirs), len(ours))):
         a, b = (rounds[index] if index < len(rounds) else None for rounds in (theirs, ours))

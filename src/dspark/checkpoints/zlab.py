@@ -44,8 +44,8 @@ def over_whole_vocabulary(draft: DSparkDraft) -> DSparkDraft:
     """The same backbone, unbound, drafting over all V tokens of the target instead of the K it was trained for.
 
     With the target's own head the K logits stay what they were, but any of the other V - K, which training never
-    looked at, may be larger: other tokens are drafted, and the target's output does not change. A fresh draft: the
-    given one is not touched. A draft over the whole vocabulary comes back as a copy.
+    looked at, may be larger: other tokens are drafted, and the target's output does not change. The draft's own head
+    rows are dropped. A fresh draft: the given one is not touched. One over the whole vocabulary comes back as a copy.
     Raises DsparkError for a draft that is packed for decoding.
     """
     config = draft.config.model_copy(update={"draft_vocab_size": draft.config.vocab_size})
