@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dspark.bench.prompts import PLACEHOLDER, TABLE, Missing, load_suites, suite_names
+from dspark.bench.prompts import Missing, load_suites, suite_names
 from dspark.data.prompts import read_prompts
+from dspark.data.public import PLACEHOLDER, TABLE
 from dspark.errors import DsparkError
 
 try:
@@ -255,7 +256,7 @@ def test_without_the_package_a_suite_is_missing_with_the_way_to_get_it(monkeypat
 
 def test_ruler_has_no_data_set_but_may_be_a_file(tmp_path: Path) -> None:
     _, missing = load_suites(["ruler-v2"], None, limit=None, shuffle=None)
-    assert missing[0].name == "ruler-v2" and "long-context" in missing[0].reason
+    assert missing[0].name == "ruler-v2" and "--long-tokens" in missing[0].reason
     numbered(tmp_path, "ruler-v2", 1)
     found, missing = load_suites(["ruler-v2"], tmp_path, limit=None, shuffle=None)
     assert found[0].source == "folder: ruler-v2.jsonl (1 prompt)" and not missing

@@ -14,10 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dspark.errors import DsparkError, pip_install
+from dspark.errors import DsparkError
 
 _HASH = re.compile("[0-9a-f]{16}")
-_REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -26,28 +25,6 @@ class Prompt:
 
     id: str
     turns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class HubSet:
-    """Where a public data set lives on the Hugging Face hub, and which column holds the prompt (a text, or a list
-    of turns). `suffix` is added to each text."""
-
-    repo: str
-    config: str | None
-    split: str
-    column: str
-    suffix: str = ""
-
-
-HUB_SETS = {
-    "gsm8k": HubSet("openai/gsm8k", "main", "test", "question", _REASON),
-    "gsm8k-train": HubSet("openai/gsm8k", "main", "train", "question", _REASON),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "problem", _REASON),
-    "humaneval": HubSet("openai/openai_humaneval", None, "test", "prompt"),
-    "mbpp": HubSet("google-research-datasets/mbpp", "sanitized", "test", "prompt"),
-    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
-}
 
 
 def read_prompts(path: str | Path, limit: int | None = None, seed: int | None = None) -> list[Prompt]:
@@ -205,22 +182,18 @@ def _unique(placed: Iterable[tuple[str, Prompt]]) -> Iterator[Prompt]:
 
 def _hub(name: str) -> Iterator[tuple[str, Prompt]]:
     """A public data set through the `datasets` library."""
-    if name not in HUB_SETS:
-        raise DsparkError("prompts", f"hub:{name}", f"unknown set; known are {', '.join(sorted(HUB_SETS))}")
-    known = HUB_SETS[name]
+    from dspark.data.public import (  # which makes prompts, so it comes after this module
+        TABLE,
+        TRAINING,
+        Unavailable,
+        download,
+    )
+
+    if name not in TABLE and name not in TRAINING:
+        raise DsparkError("prompts", f"hub:{name}", f"unknown set; known are {', '.join(sorted((*TABLE, *TRAINING)))}")
     try:
-        import datasets  # heavy and optional
-    except ImportError:
-        remedy = f"needs the datasets library: {pip_install('datasets')}"
-        raise DsparkError("prompts", f"hub:{name}", remedy) from None
-    try:
-        table = datasets.load_dataset(known.repo, known.config, split=known.split)
-    except Exception as error:  # the hub client raises many kinds; all of them mean "not to be had from here"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        remedy = f"{known.repo} cannot be reached ({reason}); use a JSONL file"
-        raise DsparkError("prompts", f"hub:{name}", remedy) from None
-    for number, line in enumerate(table):
-        value = line[known.column]
-        turns = [value] if isinstance(value, str) else list(value)
-        place = f"hub:{name}:{number}"
-        yield place, _prompt(f"{name}/{number}", [turn + known.suffix for turn in turns], place)
+        prompts, _ = download(name)
+    except Unavailable as reason:
+        raise DsparkError("prompts", f"hub:{name}", str(reason)) from None
+    for number, prompt in enumerate(prompts):
+        yield f"hub:{name}:{number}", prompt
