@@ -130,7 +130,9 @@ static inline void tile(const uint8_t *data, int64_t panel_bytes, int inputs, co
 // One unit of outputs for up to MOST_ROWS rows -> out [rows, 32], scales and bias applied.
 template <class F, int ROWS>
 static void unit_rows(const Matrix &m, int unit, const Rows &rows, float (*out)[UNIT * PANEL]) {
-    constexpr int N = 2 * ROWS * P * SPLIT <= SUMS ? 2 : 1; // panels at a time
+    // Panels at a time: one after another they are a single stream to fetch. Two only where the sums of one would wait for
+    // each other.
+    constexpr int N = SPLIT == 1 && 2 * ROWS * P <= SUMS ? 2 : 1;
     const int64_t panel_bytes = (int64_t)(m.inputs / BLOCK) * F::BYTES;
     for (int first = 0; first < UNIT; first += N) {
         const int panel = unit * UNIT + first;
