@@ -3,6 +3,7 @@
 #include "vectors.hpp"
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 // x / rms(x) * weight over `width` (any).
 static void rms_norm(const float *x, const float *weight, int width, float eps, float *out) {
@@ -35,6 +36,9 @@ static inline F4 four_sums(V a, V b, V c, V d) {
     const __m512 all = _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));
     const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(all), (__m256)_mm512_extractf64x4_pd((__m512d)all, 1));
     return (F4)_mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
+#elif defined(__AVX2__)
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+    return (F4)_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 #else
     return F4{sum(a), sum(b), sum(c), sum(d)};
 #endif
@@ -54,6 +58,29 @@ static inline float largest_of(V value) {
     return *std::max_element(parts, parts + W);
 }
 
+constexpr int FEW = W == 16 ? 4 : 2; // queries times 4 keys, or 4 vectors of a value, whose sums fit the registers
+
+// work(first, how many) for all of R queries, FEW at a time; how many is known when this is compiled.
+template <int R, class Work> static inline void by_few(Work work) {
+    for (int r = 0; r + FEW <= R; r += FEW) work(r, std::integral_constant<int, FEW>());
+    if constexpr (R % FEW) work(R - R % FEW, std::integral_constant<int, R % FEW>());
+}
+
+// out[query] = inverse (sum of score value) for B queries whose scores lie `span` apart, N vectors of the values.
+template <int B, int N>
+static inline void weigh(const float *scores, int64_t span, const float *values, int64_t count, int width,
+                         const float *inverse, float *const *out, int64_t start) {
+    V sums[B][N] = {};
+    for (int64_t j = 0; j < count; j++) {
+        V value[N];
+        for (int n = 0; n < N; n++) value[n] = load<V>(values + j * width + start + n * W);
+        for (int b = 0; b < B; b++)
+            for (int n = 0; n < N; n++) sums[b][n] += scores[b * span + j] * value[n];
+    }
+    for (int b = 0; b < B; b++)
+        for (int n = 0; n < N; n++) store(out[b] + start + n * W, sums[b][n] * inverse[b]);
+}
+
 // softmax(q . K * scale) V for R queries of a head; keys, values [n, width], width a multiple of W. scores: room for
 // R * (keys seen + 2 W). What a query gives does not depend on the others: sums run over the keys by their position.
 template <int R>
@@ -67,22 +94,26 @@ static void attend(const Queries &s, const float *keys, const float *values, int
     for (int64_t j = low; j < low + span; j += 4) {
         const float *key[4];
         for (int i = 0; i < 4; i++) key[i] = keys + std::min(j + i, high - 1) * width;
-        for (int r = 0; r < R; r++) {
-            float *to = scores + r * span + (j - low);
-            F4 four = F4{} + HIDDEN;
-            if (j < s.end[r] && j + 4 > s.first[r]) {
-                V products[4] = {};
-                for (int p = 0; p < parts; p++) {
-                    const V q = load<V>(s.q[r] + p * W);
-                    for (int i = 0; i < 4; i++) products[i] += q * load<V>(key[i] + p * W);
+        by_few<R>([&](int first, auto few) {
+            constexpr int B = decltype(few)::value;
+            V products[B][4] = {};
+            for (int p = 0; p < parts; p++) {
+                V part[4];
+                for (int i = 0; i < 4; i++) part[i] = load<V>(key[i] + p * W);
+                for (int b = 0; b < B; b++) {
+                    const V q = load<V>(s.q[first + b] + p * W);
+                    for (int i = 0; i < 4; i++) products[b][i] += q * part[i];
                 }
-                four = four_sums(products[0], products[1], products[2], products[3]) * scale;
+            }
+            for (int b = 0; b < B; b++) {
+                const int r = first + b;
+                F4 four = four_sums(products[b][0], products[b][1], products[b][2], products[b][3]) * scale;
                 if (j < s.first[r] || j + 4 > s.end[r])
                     for (int i = 0; i < 4; i++)
                         if (j + i < s.first[r] || j + i >= s.end[r]) four[i] = HIDDEN;
+                memcpy(scores + r * span + (j - low), &four, sizeof four);
             }
-            memcpy(to, &four, sizeof four);
-        }
+        });
     }
     float inverse[R];
     for (int r = 0; r < R; r++) {
@@ -101,14 +132,15 @@ static void attend(const Queries &s, const float *keys, const float *values, int
         }
         inverse[r] = 1.0f / sum(total);
     }
-    for (int p = 0; p < parts; p++) {
-        V sums[R] = {};
-        for (int64_t j = low; j < high; j++) {
-            const V value = load<V>(values + j * width + p * W);
-            for (int r = 0; r < R; r++) sums[r] += scores[r * span + (j - low)] * value;
-        }
-        for (int r = 0; r < R; r++) store(s.out[r] + p * W, sums[r] * inverse[r]);
-    }
+    by_few<R>([&](int first, auto few) {
+        constexpr int B = decltype(few)::value;
+        const float *row = scores + first * span, *value = values + low * width;
+        int64_t start = 0;
+        for (; start + 4 * W <= width; start += 4 * W)
+            weigh<B, 4>(row, span, value, high - low, width, inverse + first, s.out + first, start);
+        for (; start < width; start += W)
+            weigh<B, 1>(row, span, value, high - low, width, inverse + first, s.out + first, start);
+    });
 }
 
 static void attend_some(const Queries &s, int count, const float *keys, const float *values, int width, float scale,
