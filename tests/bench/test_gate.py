@@ -104,12 +104,14 @@ def test_differences_and_replay_faults_fail_whatever_is_asked(report: Report) ->
     report.suites[3].replay_faults = ["round 4"]
     found = gate(report, min_acceptance=1.0, suites=["GSM8K"])
     assert list(of(found)) == [(None, None, "lossless"), (None, None, "replay")]
-    assert str(found[0]).startswith("the report: lossless: 2 answers differ from plain decoding")
+    assert str(found[0]).startswith("the report: lossless: answers that differ from plain decoding's without a tie: 2")
     assert "NOT LOSSLESS: q/1, n = 7, token 3" in str(found[0])
     assert gate(report, min_acceptance=1.0, allow_differences=True) == []
     report.suites[2].not_lossless, report.suites[3].replay_faults = [], []
     report.suites[2].ties, report.suites[2].replay_ties = ["tie"], ["tie"]
     assert gate(report, min_acceptance=1.0) == [], "ties are no differences"
+    report.kind, report.suites[2].not_lossless = "live", ["ids differ"]
+    assert "answers that differ from the baseline's: 1" in str(gate(report, min_acceptance=1.0)[0])
 
 
 def test_failed_requests_fail_where_they_are_checked(report: Report) -> None:

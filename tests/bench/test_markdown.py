@@ -160,7 +160,13 @@ def test_claims_no_more_than_was_compared() -> None:
             column.speed = []
     assert "**Not compared**" in report_markdown(replayed) and "Nothing was timed." in report_markdown(replayed)
     live = make_report(kind="live", baseline="plain")
+    live.suites[0].columns["DSpark n = 3"].speed[0].batch = 0
     assert "**No difference found**" in report_markdown(live)
+    assert "| GSM8K | DSpark n = 3 | open loop |" in report_markdown(live)
+    live.suites[0].not_lossless = ["ids differ from token 3 on"]
+    text = report_markdown(live)
+    assert "**Answers differ**" in text and "ids differ" in section(text, "Answers that differ")
+    assert "NOT LOSSLESS" not in text, "a tie cannot be told from outside"
     assert "**Not compared**" in report_markdown(make_report(kind="live", baseline=None))
 
 

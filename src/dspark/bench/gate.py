@@ -140,13 +140,14 @@ def _below(
 
 def _output(report: Report) -> Iterator[Failure]:
     """Differences from plain decoding, faults of the replay: of the whole report, whatever else is asked about."""
+    other = "plain decoding's without a tie" if report.kind == "in process" else "the baseline's"
     rules: list[tuple[Figure, list[str], str]] = [
-        ("lossless", differences(report), "answers differ from plain decoding without a tie"),
-        ("replay", replay_faults(report), "replays left their served rounds without a tie"),
+        ("lossless", differences(report), f"answers that differ from {other}"),
+        ("replay", replay_faults(report), "replays that leave their served rounds without a tie"),
     ]
     for figure, lines, said in rules:
         if lines:
-            remedy = f"{len(lines):,} {said}, where there must be none; the first: {lines[0]}"
+            remedy = f"{said}: {len(lines):,}, where none may be; the first: {lines[0]}"
             yield Failure(None, None, figure, float(len(lines)), None, " ".join(remedy.split()))
 
 

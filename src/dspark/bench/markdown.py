@@ -23,7 +23,16 @@ from dspark.bench.tables import (
     speed_table,
     suite_table,
 )
-from dspark.bench.verdict import all_ties, differences, failures, replay_faults, replay_line, training_lines, verdict
+from dspark.bench.verdict import (
+    all_ties,
+    differences,
+    differences_title,
+    failures,
+    replay_faults,
+    replay_line,
+    training_lines,
+    verdict,
+)
 
 _MARKS = re.compile(r"[\\`*\[\]<>|#~$&]|(?<![^\W_])_|_(?![^\W_])")
 SOURCES = {
@@ -144,7 +153,7 @@ def _output(report: Report) -> Iterator[str]:
     yield "## The output and the prompts"
     yield f"{found.headline}: {escape(found.detail)}; {escape(replay_line(report))}."
     for title, lines in (
-        ("Not lossless", differences(report)),
+        (differences_title(report), differences(report)),
         ("Replay faults", replay_faults(report)),
         ("Ties", all_ties(report)),
         ("Prompts in the training set", training_lines(report)),

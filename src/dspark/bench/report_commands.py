@@ -31,7 +31,7 @@ from dspark.bench.tables import (
     overall_table,
     ratio,
 )
-from dspark.bench.verdict import all_ties, differences, failures, replay_faults, verdict
+from dspark.bench.verdict import all_ties, differences, differences_title, failures, replay_faults, verdict
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 
@@ -137,7 +137,7 @@ def _say(report: Report) -> None:
             _show(table)
     if drafting(report):
         _print(means_note(report))
-    _listed("NOT LOSSLESS", [*differences(report), *replay_faults(report)])
+    _listed(differences_title(report).upper(), [*differences(report), *replay_faults(report)])
     _listed("ties", all_ties(report))
     _listed("could not be had", [f"{one.name}: {one.reason}" for one in report.missing])
     _listed("failures", failures(report))

@@ -46,7 +46,16 @@ from dspark.bench.tables import (
     suite_table,
     times,
 )
-from dspark.bench.verdict import all_ties, differences, failures, replay_faults, replay_line, training_lines, verdict
+from dspark.bench.verdict import (
+    all_ties,
+    differences,
+    differences_title,
+    failures,
+    replay_faults,
+    replay_line,
+    training_lines,
+    verdict,
+)
 
 TEMPLATE = "report.html.j2"
 
@@ -188,7 +197,7 @@ def segments(pieces: list[Piece]) -> list[Segment]:
 
 
 def _findings(report: Report) -> Iterator[tuple[str, list[str]]]:
-    yield "Not lossless", differences(report)
+    yield differences_title(report), differences(report)
     yield "Replay faults", replay_faults(report)
     yield "Ties", all_ties(report)
     yield "Prompts in the training set", training_lines(report)

@@ -165,7 +165,8 @@ def _speeds(reports: Mapping[str, Report], suites: Iterable[str]) -> list[Line]:
                 found: list[Speed] = [table[batch] for table in tables]
                 values = [one.speedup.value if one.speedup else None for one in found]
                 if any(value is not None for value in values):
-                    label = drafter if batch == 1 else f"{drafter}, batch {batch}"
+                    label = f"{drafter}, batch {batch}" if batch else f"{drafter}, open loop"
+                    label = drafter if batch == 1 else label
                     lines.append((name, label, values, [ratio(one.speedup) for one in found]))
     return lines
 

@@ -100,6 +100,11 @@ def first_speed(column: Column | None) -> Speed | None:
     return min(column.speed, key=lambda one: one.batch) if column and column.speed else None
 
 
+def batch(speed: Speed) -> str:
+    """Requests in flight; 0 stands for arrivals at a rate, where no number of them is kept."""
+    return str(speed.batch) if speed.batch else "open loop"
+
+
 def overall_of(report: Report, drafter: str) -> Overall | None:
     """The means of one drafter."""
     return next((one for one in report.overall if one.drafter == drafter), None)
@@ -168,7 +173,7 @@ def speed_table(report: Report, suites: Sequence[SuiteReport] | None = None) -> 
             base = is_baseline(report, drafter)
             rows.append(
                 [
-                    *(suite.name, drafter.name, str(speed.batch), number(speed.tokens_per_s, 1)),
+                    *(suite.name, drafter.name, batch(speed), number(speed.tokens_per_s, 1)),
                     "1 (baseline)" if base else ratio(speed.speedup),
                     number(speed.decode_tokens_per_s, 1),
                     "1" if base else ratio(speed.decode_speedup),
@@ -321,7 +326,7 @@ def latency_table(report: Report, suite: SuiteReport) -> Table | None:
     for drafter, speed in _speeds(report, suite):
         rows.append(
             [
-                *(drafter.name, str(speed.batch)),
+                *(drafter.name, batch(speed)),
                 *(_mean_p50_p99(x) for x in (speed.first_token, speed.inter_token, speed.time_per_token)),
                 *(_mean_p50_p99(speed.latency), milliseconds(speed.draft_seconds), milliseconds(speed.verify_seconds)),
                 *(percent(speed.engine_share), percent(speed.bench_share)),
