@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark import __version__
+from dspark.bench.bench_command import bench_command
 from dspark.bench.metrics import Answer, summarise
 from dspark.bench.overlap import rows_overlap, unseen_rows
+from dspark.bench.report_commands import gate_command, report_command
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.native import read_config
 from dspark.cli_output import (
@@ -39,11 +41,13 @@ from dspark.data.notes import Part, read_notes
 from dspark.data.prompts import read_prompts, shard_prompts, write_text
 from dspark.data.regenerate import RegenerateSettings, refuse_folder, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows
+from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.engine import Engine
-from dspark.decoding.proposers import DSparkProposer, make_proposer
+from dspark.decoding.proposers import make_proposer
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Request, SamplingSettings
 from dspark.demo import run_demo
+from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.kernels.library import explain, library
@@ -308,7 +312,7 @@ def replay_command(
     if notes is not None and notes.target not in (None, loaded.name):
         raise DsparkError("rows", str(rows), f"was written by {notes.target!r}, not by {loaded.name!r}")
     proposer = make_proposer(loaded, drafted, n, draft_mode)
-    assert isinstance(proposer, DSparkProposer)
+    assert isinstance(proposer, DraftProposer)
     folder = features_folder(rows)
     source: FeatureSource = InProcessFeatures(loaded, proposer.taps)
     if folder.is_dir():
@@ -340,9 +344,12 @@ def inspect_command(
     for part, count in counts.items():
         table.add_row(part, f"{count:,}", style="bold" if part == "total" else "")
     console.print(table)
-    layout = "anchor-first" if config.sample_from_anchor else "bonus-anchor"
+    if isinstance(config, Eagle3Config):
+        kind = f"one by one (EAGLE-3, {config.attention} attention)"
+    else:
+        kind = f"a block ({'anchor-first' if config.sample_from_anchor else 'bonus-anchor'})"
     console.print(
-        f"{config.gamma} predictions a block ({layout}), taps {list(config.target_layer_ids)}, "
+        f"{config.gamma} predictions {kind}, taps {list(config.target_layer_ids)}, "
         f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}"
     )
 
@@ -377,6 +384,14 @@ def demo_command(
         raise typer.Exit(1)
 
 
+app.command(
+    "bench",
+    epilog=example("dspark bench --data DIR --suite gsm8k,humaneval --draft dspark=embedded --limit 20 --out runs/bench"),
+)(bench_command)
+app.command("report", epilog=example("dspark report runs/bench", "dspark report runs/a runs/b --out runs/a-b"))(
+    report_command
+)
+app.command("gate", epilog=example("dspark gate runs/bench --min-acceptance 2.2 --min-speedup 1.1"))(gate_command)
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 
 

@@ -16,7 +16,6 @@ from dspark.bench.longcontext import (
     LONGEST,
     PARTITIONS,
     LongPrompt,
-    partition_means,
     partition_of,
     prompt_room,
     read_longcontext,
@@ -234,15 +233,6 @@ def test_answers_of_other_prompts_are_not_taken_for_these(
     beside.unlink()
     with pytest.raises(DsparkError, match=r"long\.answers\.json.*no such file"):
         read_longcontext(path)
-
-
-def test_the_mean_of_partitions_is_unweighted() -> None:
-    assert partition_means({"mk": 4.4658, "mv": 4.3081, "qa": 3.9919}) == pytest.approx(4.2553, abs=5e-5)
-    by_question = {"ruler-v2/mk/0000": 4.0, "ruler-v2/mk/0001": 2.0, "ruler-v2/qa/0000": 1.0}
-    assert partition_means(by_question) == 2.0
-    for bad in ({}, {"gsm8k/0": 3.0}):
-        with pytest.raises(DsparkError):
-            partition_means(bad)
 
 
 def test_only_its_own_ids_have_a_partition() -> None:

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from dspark.bench.compare import Comparison, Difference, Question, Run, build_engines, modes_for
-from dspark.bench.served import check_replay, draft_gap, replay_line
+from dspark.bench.compare import Comparison, Question, build_engines, modes_for
+from dspark.bench.served import draft_gap, first_parting
 from dspark.data.rows import Row
 from dspark.decoding.proposers import DSparkProposer
-from dspark.decoding.request import Round
+from dspark.decoding.replay import replay
 from dspark.drafts.dspark import DSparkDraft
 from dspark.targets.transformers import TransformersTarget
 from dspark.training.features import InProcessFeatures
@@ -23,10 +23,6 @@ def proposers(target: TransformersTarget, draft: DSparkDraft) -> dict[str, DSpar
     return {name: e.proposer for name, e in engines.items() if isinstance(e.proposer, DSparkProposer)}
 
 
-def runs_of(comparison: Comparison, index: int) -> dict[str, Run]:
-    return {name: runs[index] for name, runs in comparison.runs.items()}
-
-
 def test_replay_gives_the_served_rounds(
     target: TransformersTarget,
     proposers: dict[str, DSparkProposer],
@@ -34,8 +30,17 @@ def test_replay_gives_the_served_rounds(
     comparison: Comparison,
 ) -> None:
     assert set(proposers) == {"n = 3", "n = 7"}
-    for index, question in enumerate(questions):
-        assert check_replay(target, proposers, question, runs_of(comparison, index), []) == []
+    for mode, proposer in proposers.items():
+        rows = [row_of(question, comparison, index) for index, question in enumerate(questions)]
+        features = InProcessFeatures(target, proposer.taps)
+        walked = replay(proposer, [(row, features.get(row).taps.float()) for row in rows], 4, target.max_context)
+        for row, run, rounds in zip(rows, comparison.runs[mode], walked, strict=True):
+            assert first_parting(target, proposer, row, mode, run.rounds, rounds) is None
+
+
+def row_of(question: Question, comparison: Comparison, index: int) -> Row:
+    ids = comparison.runs["plain"][index].output_ids
+    return Row(id=question.id, source=question.id, prompt_ids=list(question.ids), answer_ids=ids, finish="length")
 
 
 def test_a_departure_is_found_and_is_no_tie(
@@ -45,33 +50,19 @@ def test_a_departure_is_found_and_is_no_tie(
     comparison: Comparison,
 ) -> None:
     index = max(range(len(questions)), key=lambda i: len(comparison.runs["n = 7"][i].rounds))
-    runs = runs_of(comparison, index)
-    rounds = list(runs["n = 7"].rounds)
-    place = next(i for i, one in enumerate(rounds) if i and one.accepted > 0)
-    rounds[place] = dataclasses.replace(rounds[place], accepted=rounds[place].accepted - 1)
-    runs["n = 7"] = dataclasses.replace(runs["n = 7"], rounds=rounds)
-    (parting,) = check_replay(target, proposers, questions[index], runs, [])
-    assert (parting.mode, parting.round, parting.served) == ("n = 7", place + 1, rounds[place])
+    row, proposer = row_of(questions[index], comparison, index), proposers["n = 7"]
+    walked = list(comparison.runs["n = 7"][index].rounds)
+    place = next(i for i, one in enumerate(walked) if i and one.accepted > 0)
+    served = [*walked]
+    served[place] = dataclasses.replace(served[place], accepted=served[place].accepted - 1)
+    parting = first_parting(target, proposer, row, "n = 7", served, walked)
+    assert parting is not None
+    assert (parting.mode, parting.round, parting.served) == ("n = 7", place + 1, served[place])
     assert not parting.tie and parting.gap is not None and parting.gap > 1e-3
     assert str(parting).startswith("REPLAY DIFFERS: ")
-    assert replay_line(3, [parting]) == "replay equals served on 2 of 3 answers, round by round; 0 ties, 1 FAULTS"
 
-    short = dataclasses.replace(runs["n = 7"], rounds=list(comparison.runs["n = 7"][index].rounds)[:-1])
-    (parting,) = check_replay(target, proposers, questions[index], {**runs, "n = 7": short}, [])
-    assert parting.served is None and not parting.tie and "no round" in str(parting)
-
-
-def test_ids_that_left_plain_decoding_are_listed(
-    target: TransformersTarget,
-    proposers: dict[str, DSparkProposer],
-    questions: list[Question],
-    comparison: Comparison,
-) -> None:
-    for tie in (True, False):
-        left = Difference("n = 3", questions[0].id, 4, 5, 6, 1e-5, tie)
-        (parting,) = check_replay(target, proposers, questions[0], runs_of(comparison, 0), [left])
-        assert parting.mode == "n = 3" and parting.tie is tie and parting.round == 0
-        assert "not plain decoding's" in str(parting)
+    parting = first_parting(target, proposer, row, "n = 7", walked[:-1], walked)
+    assert parting is not None and parting.served is None and not parting.tie and "no round" in str(parting)
 
 
 def test_a_tie_of_the_draft_is_one(
@@ -109,5 +100,3 @@ def test_a_tie_of_the_draft_is_one(
         finally:
             del draft.slot_logits
         assert found is tie and (gap < 1e-3) is tied
-    assert replay_line(2, []) == "replay equals served on 2 of 2 answers, round by round"
-    assert Round(3, 3, 1) != Round(3, 2, 1)

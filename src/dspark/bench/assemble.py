@@ -26,7 +26,7 @@ from dspark.bench.report import (
     Report,
     SuiteReport,
 )
-from dspark.bench.samples import Sample, Source
+from dspark.bench.samples import Sample
 from dspark.data.prompts import Prompt, prompt_hash
 from dspark.decoding.text import token_pieces
 from dspark.machine import describe_machine
@@ -39,7 +39,7 @@ class Findings:
     """All that a report is made from.
 
     known: for each drafter the hashes of the prompts its draft was trained on; server: what live engines told of their
-    acceptance, by (suite, drafter).
+    acceptance, by (suite, drafter); differences: where their answers differ, by suite.
     """
 
     kind: Any
@@ -52,6 +52,7 @@ class Findings:
     known: Known = field(default_factory=dict)
     baseline: str | None = "plain"
     server: dict[tuple[str, str], Acceptance] = field(default_factory=dict)
+    differences: Mapping[str, list[str]] = field(default_factory=dict)
     rendered: Rendered | None = None
     notes: list[str] = field(default_factory=list)
     tokenizer: Any = None
@@ -123,11 +124,13 @@ def _part(
         prompts_sha256=prompts_sha256(suite.prompts),
         questions=len(suite.prompts),
         speed_questions=len({one.question for one in samples if one.seconds is not None}),
+        shortest_prompt=min((one.prompt_tokens for one in answers if one.prompt_tokens), default=None),
+        longest_prompt=max((one.prompt_tokens for one in answers), default=0) or None,
         looping=sum(one.looping for one in answers),
         apart=apart,
         flagged=trained,
         ties=[line for one in samples for line in one.ties],
-        not_lossless=[line for one in samples for line in one.faults],
+        not_lossless=[line for one in samples for line in one.faults] + list(found.differences.get(suite.name, [])),
         replay_checked=sum(one.replay_checked for one in samples),
         replay_ties=[line for one in samples for line in one.replay_ties],
         replay_faults=[line for one in samples for line in one.replay_faults],
@@ -139,13 +142,13 @@ def _column(suite: Suite, samples: Sequence[Sample], drafter: Drafter, found: Fi
     own = [one for one in samples if one.drafter == drafter.name]
     timed = [one for one in own if one.seconds is not None or (one.error is not None)]
     replayed = [one for one in own if one.source == "replay"]
-    accepted = found.server.get((name, drafter.name))
-    if accepted is None and drafter.n != 0 and (replayed or timed):
-        source: Source = "replay" if replayed else "served"
-        parts = {one.id: part for one in suite.prompts if (part := partition_of(one.id)) is not None}
+    accepted = None
+    if drafter.n != 0 and (replayed or timed):
         counted = replayed or [one for one in timed if one.batch == min(other.batch for other in timed)]
-        accepted = acceptance(counted, drafter.n or 0, source, parts)
-        accepted = accepted if accepted.requests else None
+        parts = {one.id: part for one in suite.prompts if (part := partition_of(one.id)) is not None}
+        accepted = acceptance(counted, drafter.n or 0, counted[0].source, parts)
+        accepted = accepted if accepted.requests else None  # the engine does not tell with every answer
+    accepted = accepted or found.server.get((name, drafter.name))
     speeds = []
     for batch in sorted({one.batch for one in timed}):
         base = None
@@ -166,7 +169,9 @@ def _answers(suite: Suite, found: Findings, texts: int) -> list[Answer]:
         turns = [one for one in found.samples if one.suite == suite.name and one.question == prompt.id and not one.turn]
         plain = next((one for one in turns if one.drafter == found.baseline and one.output_ids), None)
         for drafter in found.drafters:
-            rounds = next((one.rounds for one in turns if one.drafter == drafter.name and one.rounds), None)
+            own = [one for one in turns if one.drafter == drafter.name and one.rounds]
+            own.sort(key=lambda one: one.source != "served" or bool(one.ties or one.faults))
+            rounds = own[0].rounds if own else None
             if plain is None or not drafter.n or rounds is None:
                 continue
             run = Run(drafter.name, prompt.id, plain.output_ids, plain.finish, rounds, plain.looping)
@@ -192,7 +197,5 @@ def _pieces(run: Run, tokenizer: Any) -> list[Piece]:
             text = "".join(texts[index] for index, who in members if who == owner)
             if text:
                 accepted, scheduled = (one.accepted, one.scheduled) if one else (0, 0)
-                pieces.append(
-                    Piece(text=text, round=number or 0, owner=owner, accepted=accepted, scheduled=scheduled)
-                )
+                pieces.append(Piece(text=text, round=number or 0, owner=owner, accepted=accepted, scheduled=scheduled))
     return pieces

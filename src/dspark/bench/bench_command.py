@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspark.bench.contenders import BenchSettings
-from dspark.bench.in_process import bench_in_process, engine_contenders, parse_draft, parse_numbers
-from dspark.bench.longcontext import write_longcontext
+from dspark.bench.endpoint import ALL_TOKENS, AskSettings, Endpoint
+from dspark.bench.in_process import (
+    bench_in_process,
+    engine_contenders,
+    parse_draft,
+    parse_numbers,
+    transformers_contender,
+)
+from dspark.bench.live import LiveSettings
+from dspark.bench.live_report import bench_live
+from dspark.bench.longcontext import LongPrompt, prompt_room, span, write_longcontext
 from dspark.bench.markdown import report_markdown
-from dspark.bench.prompts import Missing, Suite, load_suites
+from dspark.bench.prompts import Suite, load_suites
 from dspark.bench.report import Report, write_report
 from dspark.bench.report_page import write_report_page
 from dspark.data.chat import ChatRenderer
@@ -60,34 +69,64 @@ def bench_command(
     long_tokens: Annotated[int | None, typer.Option(help="Prompt tokens of a ruler-v2 suite that is written.")] = None,
     long_questions: Annotated[int, typer.Option(min=1, help="Its questions a partition.")] = 50,
     texts: Annotated[int, typer.Option(min=0, help="Prompts a suite whose answers are shown as text.")] = 1,
+    transformers: Annotated[
+        str | None, typer.Option(help="NAME of a DFlash draft that Transformers itself decodes with, too.")
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Measure the server at this address, not this process.")] = None,
+    engine: Annotated[Literal["vllm", "sglang", "dspark", "openai"], typer.Option(help="What answers there.")] = "vllm",
+    baseline_endpoint: Annotated[str | None, typer.Option(help="The same engine without a draft.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name there; needed when several are served.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="DSPARK_BENCH_API_KEY", help="Sent to the servers.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Conversations at once, of a live engine.")] = 1,
+    rate: Annotated[float | None, typer.Option(help="Conversations begun a second, in place of it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a live answer may take.")] = 600.0,
     out: Annotated[Path, typer.Option(help="Folder for samples and reports; goes on where it stopped.")] = Path(
         "runs/bench"
     ),
 ) -> None:
     """Drafters side by side on prompt suites: acceptance by replay, speed on the clock, a report."""
+    names = [name.strip() for name in suite.split(",")]
+    chosen: dict[str, Any] = {"suites": names, "limit": limit, "shuffle": shuffle}
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
     settings = BenchSettings(max_tokens, speed_limit, parse_numbers("batch", batch), sampling, system_prompt)
     drafts = [parse_draft(text, parse_numbers("n", n)) for text in draft or ["dspark=embedded"]]
-    names = [name.strip() for name in suite.split(",")]
+    if baseline_endpoint is not None and endpoint is None:
+        raise DsparkError("baseline_endpoint", baseline_endpoint, "needs an --endpoint to compare with it")
     suites, missing = load_suites(names, data, limit=limit, shuffle=shuffle)
-    with lock_for_writing(out, "out"):
-        loaded = load_target(target, storage=None if storage == "exact" else storage)
-        renderer = ChatRenderer(loaded.tokenizer, thinking, template)
-        if any(one.name == LONG for one in missing):
-            suites, missing = _with_long(suites, missing, loaded, renderer, settings, long_tokens, long_questions)
-        contenders = engine_contenders(loaded, drafts)
-        chosen = {"suites": names, "limit": limit, "shuffle": shuffle, "storage": storage}
-        with _progress(suites, settings) as advance:
-            try:
+    with lock_for_writing(out, "out"), _interruptible():
+        if endpoint is not None:
+            ask = AskSettings(max_tokens, temperature, top_p, top_k or ALL_TOKENS, min_p, seed, _switch(thinking))
+            live = LiveSettings(ask, concurrency, rate, system_prompt=system_prompt)
+            server = Endpoint(endpoint, engine, model, api_key, timeout)
+            other = None
+            if baseline_endpoint is not None:
+                other = Endpoint(baseline_endpoint, engine, model, api_key, timeout, "baseline_endpoint")
+            totals = {one.name: (1 + (other is not None)) * sum(len(p.turns) for p in one.prompts) for one in suites}
+            with _progress(totals) as advance:
+                report = bench_live(server, other, suites, missing, live, out, chosen=chosen, progress=advance)
+        else:
+            loaded = load_target(target, storage=None if storage == "exact" else storage)
+            renderer = ChatRenderer(loaded.tokenizer, thinking, template)
+            answers: dict[str, tuple[str, ...]] = {}
+            if any(one.name == LONG for one in missing):
+                written = _long(loaded, renderer, settings, long_tokens, long_questions)
+                suites, missing = [*suites, _suite(written)], [one for one in missing if one.name != LONG]
+                answers = {one.prompt.id: one.answers for one in written}
+            contenders = engine_contenders(loaded, drafts, transformers)
+            if transformers is not None:
+                contenders.append(transformers_contender(loaded, drafts, contenders, transformers))
+            chosen["storage"] = storage
+            totals = {
+                one.name: len(one.prompts) + min(len(one.prompts), speed_limit) * len(settings.batches)
+                for one in suites
+            }
+            with _progress(totals) as advance:
                 report = bench_in_process(
                     loaded, renderer, contenders, suites, missing, settings, out,
-                    chosen=chosen, progress=advance, texts=texts,
+                    chosen=chosen, progress=advance, texts=texts, answers=answers,
                 )  # fmt: skip
-            except KeyboardInterrupt:
-                Console(stderr=True).print("interrupted; the same command goes on from here")
-                raise typer.Exit(130) from None
         write_reports(report, out)
-    if any(one.not_lossless for one in report.suites):
+    if endpoint is None and any(one.not_lossless or one.replay_faults for one in report.suites):
         raise typer.Exit(1)
 
 
@@ -100,34 +139,38 @@ def write_reports(report: Report, out: Path) -> None:
         console.print(str(out / name), markup=False, highlight=False, soft_wrap=True)
 
 
-def _with_long(
-    suites: list[Suite],
-    missing: list[Missing],
-    target: Target,
-    renderer: ChatRenderer,
-    settings: BenchSettings,
-    tokens: int | None,
-    questions: int,
-) -> tuple[list[Suite], list[Missing]]:
-    """The long-context suite, written for this target, in place of the missing one."""
-    tokens = tokens or min(2**20, target.max_context - settings.max_tokens)
-    written = write_longcontext(renderer, tokens, questions, seed=0)
-    lengths = [one.tokens for one in written]
-    source = f"written here: {len(written)} prompts of {min(lengths):,} to {max(lengths):,} tokens"
-    made = Suite(LONG, [one.prompt for one in written], source)
-    return [*suites, made], [one for one in missing if one.name != LONG]
+def _switch(thinking: str | None) -> bool | None:
+    return None if thinking is None else thinking == "on"
+
+
+def _long(
+    target: Target, renderer: ChatRenderer, settings: BenchSettings, tokens: int | None, questions: int
+) -> list[LongPrompt]:
+    """The prompts of the long-context suite, written for this target."""
+    tokens = tokens or prompt_room(target.max_context, settings.max_tokens)
+    with Console(stderr=True).status(f"writing {LONG}: {3 * questions} prompts of {tokens:,} tokens"):
+        return write_longcontext(renderer, tokens, questions, seed=0)
+
+
+def _suite(written: Sequence[LongPrompt]) -> Suite:
+    shortest, longest = span(written)
+    source = f"written here: {len(written)} prompts of {shortest:,} to {longest:,} tokens"
+    return Suite(LONG, [one.prompt for one in written], source)
 
 
 @contextmanager
-def _progress(suites: Sequence[Suite], settings: BenchSettings) -> Iterator:
-    """A bar a suite: its prompts for acceptance, then those timed, once a batch size."""
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _progress(totals: Mapping[str, int]) -> Iterator[Callable[[str, int], None]]:
+    """A bar a suite."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        tasks = {}
-        for one in suites:
-            timed = min(len(one.prompts), settings.speed_limit) * len(settings.batches)
-            tasks[one.name] = progress.add_task(one.name, total=len(one.prompts) + timed)
+        tasks = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         yield lambda suite, count: progress.advance(tasks[suite], count)
-
-
-__all__ = ["DsparkError", "bench_command", "write_reports"]

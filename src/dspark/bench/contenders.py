@@ -14,8 +14,9 @@ from dspark.bench.report import Drafter
 from dspark.bench.samples import Sample
 from dspark.bench.served import Parting, first_parting
 from dspark.data.rows import Row, detect_loop
+from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.engine import Engine
-from dspark.decoding.proposers import NoProposer, Proposer
+from dspark.decoding.proposers import Proposer
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Request, Result, Round, SamplingSettings
 from dspark.decoding.text import decode
@@ -87,6 +88,13 @@ class Contender(Protocol):
     def taps(self) -> tuple[int, ...]:
         """See above."""
 
+    @property
+    def replayed_as(self) -> str:
+        """The drafter whose replay its served rounds are held against."""
+
+    def able(self, batch: int, settings: BenchSettings) -> bool:
+        """Whether it can answer so many at once, in this way."""
+
     def replay(self, rows: Sequence[Captured], sampling: SamplingSettings) -> list[list[Round]] | None:
         """Rounds of each captured answer; None for one who cannot be replayed."""
 
@@ -133,9 +141,17 @@ class EngineContender:
     def taps(self) -> tuple[int, ...]:
         return self.proposer.taps
 
+    @property
+    def replayed_as(self) -> str:
+        return self.drafter.name
+
+    def able(self, batch: int, settings: BenchSettings) -> bool:
+        """See `Contender`."""
+        return True
+
     def replay(self, rows: Sequence[Captured], sampling: SamplingSettings) -> list[list[Round]] | None:
         """See `Contender`."""
-        if isinstance(self.proposer, NoProposer):
+        if not isinstance(self.proposer, DraftProposer):
             return None
         walked = ((row, row.columns(self.taps)) for row in rows)
         return replay(self.proposer, walked, len(rows), self.target.max_context, sampling)
@@ -181,7 +197,7 @@ class EngineContender:
         if batch not in self._engines:
             draft = Clock(self.proposer, ("propose", "observe"))
             verify = Clock(self.target, ("forward",))
-            engine = Engine(verify, draft, max_batch=batch)  # type: ignore[arg-type]
+            engine = Engine(verify, draft, max_batch=batch)
             self._engines[batch] = engine, draft, verify
         return self._engines[batch]
 

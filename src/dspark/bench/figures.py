@@ -95,6 +95,7 @@ def acceptance(
         by_output_length=by_output_length(told),
         by_context_depth=by_context_depth(told),
         partitions={name: macro_length(inside) for name, inside in by_part.items()},
+        partition_questions={name: len({one.question for one in inside}) for name, inside in by_part.items()},
     )
 
 
@@ -179,7 +180,7 @@ def _label(low: int, high: int | None) -> str:
 
     if high is None:
         return f"{said(low)}K+"
-    return f"{said(low)}-{said(high)}" + ("K" if high % K == 0 and low % K == 0 else "")
+    return f"{said(low)}-{said(high)}" + "K" * (high % K == 0)
 
 
 # Speed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 
 from dspark.bench.assemble import Findings, assemble, prompts_sha256
 from dspark.bench.contenders import PLAIN, BenchSettings, Contender, EngineContender
+from dspark.bench.longcontext import retrieved
 from dspark.bench.prompts import Missing, Suite
 from dspark.bench.report import Drafter, Rendered, Report
 from dspark.bench.run import Bench
-from dspark.bench.samples import Journal
+from dspark.bench.samples import Journal, Sample
+from dspark.bench.transformers_column import TransformersColumn
 from dspark.checkpoints.builtin import draft_folder, load_named_draft
 from dspark.checkpoints.native import PROMPTS_FILE, weights_sha256
 from dspark.data.chat import ChatRenderer
@@ -71,13 +74,18 @@ def kind_of(draft: nn.Module) -> str:
     return "eagle3-mla" if attention == "mla" else "eagle3"
 
 
-def engine_contenders(target: Target, drafts: Sequence[NamedDraft]) -> list[Contender]:
-    """Plain decoding, then every draft at each of its widths. Raises DsparkError for a draft of another target, or a
-    width it was not trained for."""
+def engine_contenders(target: Target, drafts: Sequence[NamedDraft], plainly: str | None = None) -> list[Contender]:
+    """Plain decoding, then every draft at each of its widths. plainly: the draft that is to use the target's own head
+    rows, not those rounded ones its file may carry, so that Transformers can run the same.
+
+    Raises DsparkError for a draft of another target, or a width it was not trained for.
+    """
     plain = Drafter(name=PLAIN, kind="plain", n=0)
     found: list[Contender] = [EngineContender(plain, target, NoProposer(), frozenset())]
     for named in drafts:
         draft = load_named_draft(named.place)
+        if named.name == plainly and isinstance(draft, DSparkDraft):
+            draft.own_head_rows = None
         known = known_prompts(named.place)
         digest, parameters = weights_sha256(draft), sum(p.numel() for p in draft.parameters())
         for n in named.ns:
@@ -92,6 +100,23 @@ def engine_contenders(target: Target, drafts: Sequence[NamedDraft]) -> list[Cont
             )
             found.append(EngineContender(drafter, target, make_proposer(target, draft, n), known))
     return found
+
+
+def transformers_contender(
+    target: Target, drafts: Sequence[NamedDraft], contenders: Sequence[Contender], name: str
+) -> Contender:
+    """The DFlash draft called `name` as Transformers decodes with it. Raises DsparkError when there is none."""
+    named = next((one for one in drafts if one.name == name), None)
+    if named is None:
+        raise DsparkError("transformers", name, f"must be one of the drafts: {', '.join(one.name for one in drafts)}")
+    draft = load_named_draft(named.place)
+    width = f"{name} n = {draft.config.gamma}"
+    own = next((one.drafter for one in contenders if one.drafter.name == width), None)
+    if own is None or not isinstance(draft, DSparkDraft):
+        raise DsparkError(
+            "transformers", name, f"needs a DFlash draft that is also run here at n = {draft.config.gamma}"
+        )
+    return TransformersColumn(target, draft, own, name)
 
 
 def known_prompts(place: str) -> frozenset[str] | None:
@@ -126,9 +151,13 @@ def bench_in_process(
     chosen: dict[str, Any],
     progress: Callable[[str, int], None],
     texts: int = 1,
+    answers: Mapping[str, Sequence[str]] | None = None,
 ) -> Report:
-    """Run what the journal in `out` does not hold yet and make the report. chosen: settings for the report and the
-    journal's header, beside those known here. Raises DsparkError when no prompt is left, and what a request raises."""
+    """Run what the journal in `out` does not hold yet and make the report.
+
+    chosen: settings for the report and the journal's header, beside those known here; answers: what a long prompt asks
+    for, by its id. Raises DsparkError when no prompt is left, and what a request raises.
+    """
     notes, missing, kept = [], list(missing), []
     for suite in suites:
         inside, left_out = fitting(suite, renderer, target, settings.max_tokens)
@@ -144,7 +173,8 @@ def bench_in_process(
         else:
             missing.append(Missing(suite.name, f"no prompt fits the target's context of {target.max_context} tokens"))
     if not kept:
-        raise DsparkError("suite", [one.name for one in missing], missing[0].reason if missing else "name at least one")
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in missing)
+        raise DsparkError("suite", ", ".join(one.name for one in missing), f"none can be had: {reasons}")
     described = {
         **chosen,
         "target": target.name,
@@ -165,6 +195,7 @@ def bench_in_process(
     bench = Bench(target, renderer, contenders, settings, Journal(out / "samples.jsonl", header), progress)
     for suite in kept:
         bench.run(suite)
+    samples = list(bench.journal.samples())
     found = Findings(
         kind="in process",
         target=target.name,
@@ -172,13 +203,22 @@ def bench_in_process(
         drafters=[one.drafter for one in contenders],
         suites=kept,
         missing=missing,
-        samples=list(bench.journal.samples()),
+        samples=samples,
         known={one.drafter.name: one.known for one in contenders},
         rendered=_rendered(kept[0], renderer),
-        notes=notes,
+        notes=[*notes, *_retrieval(samples, answers or {})],
         tokenizer=target.tokenizer,
     )
     return assemble(found, texts)
+
+
+def _retrieval(samples: Sequence[Sample], answers: Mapping[str, Sequence[str]]) -> list[str]:
+    """How much of what long prompts ask for is in plain decoding's answers."""
+    plain = [one for one in samples if one.drafter == PLAIN and one.seconds is None and one.question in answers]
+    if not plain:
+        return []
+    share = fmean(retrieved(answers[one.question], one.text or "") for one in plain)
+    return [f"{plain[0].suite}: plain decoding's {len(plain)} answers hold {share:.0%} of what they are asked for"]
 
 
 def _sampling(settings: BenchSettings) -> str:

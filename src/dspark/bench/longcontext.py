@@ -65,22 +65,6 @@ def partition_of(prompt_id: str) -> str | None:
     return found[1] if found else None
 
 
-def partition_means(lengths: Mapping[str, float]) -> float:
-    """Unweighted mean over the partitions, of each one's mean: what a suite in partitions is said to have.
-
-    lengths: by question id, or by partition. Raises DsparkError for none, or a key that has no partition.
-    """
-    groups: dict[str, list[float]] = {}
-    for key, length in lengths.items():
-        partition = key if key in PARTITIONS else partition_of(key)
-        if partition is None:
-            raise DsparkError("question", key, "is in no partition; ids are like ruler-v2/mk/0007")
-        groups.setdefault(partition, []).append(length)
-    if not groups:
-        raise DsparkError("lengths", dict(lengths), "need at least one question of a partition")
-    return fmean(fmean(group) for group in groups.values())
-
-
 def span(prompts: Iterable[LongPrompt]) -> tuple[int, int]:
     """(shortest, longest) in tokens, as they really are. Raises DsparkError for none."""
     tokens = [one.tokens for one in prompts]

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 
-FORMAT = "dspark-bench"
-VERSION = 1
+FORMAT: Literal["dspark-bench"] = "dspark-bench"
+VERSION: Literal[1] = 1
 
 
 class _Part(BaseModel):

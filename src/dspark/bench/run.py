@@ -142,13 +142,14 @@ class Bench:
 
     def _time(self, suite: str, group: Sequence[Asked], batch: int, index: int) -> list[Sample]:
         """One group in every way, in the order of its turn."""
+        contenders = [one for one in self.contenders if one.able(batch, self.settings)]
         if batch not in self._warm:
-            for contender in self.contenders:
+            for contender in contenders:
                 contender.timed(group[:batch], batch, self._short())
             self._warm.add(batch)
-        shift = index % len(self.contenders)
+        shift = index % len(contenders)
         found: dict[str, list[Sample]] = {}
-        for contender in (*self.contenders[shift:], *self.contenders[:shift]):
+        for contender in (*contenders[shift:], *contenders[:shift]):
             turns = [[one] for one in group] if batch == 1 else [group]
             samples = [sample for part in turns for sample in contender.timed(part, batch, self.settings)]
             wall = sum(one.group_seconds or 0.0 for one in samples) if batch == 1 else samples[0].group_seconds
@@ -173,7 +174,9 @@ class Bench:
         if found is not None:
             (sample.ties if found.tie else sample.faults).append(str(found))
             return
-        walked = next((one for one in captured if one.drafter == name and one.turn == asked.turn), None)
+        contender = next(one for one in self.contenders if one.drafter.name == name)
+        same = contender.replayed_as
+        walked = next((one for one in captured if one.drafter == same and one.turn == asked.turn), None)
         if walked is None or name == PLAIN or sample.output_ids != first.output_ids:
             return
         sample.replay_checked = True
@@ -184,7 +187,6 @@ class Bench:
             answer_ids=first.output_ids,
             finish="stop" if first.finish == "stop" else "length",
         )
-        contender = next(one for one in self.contenders if one.drafter.name == name)
         parting = contender.parting(row, sample.rounds or [], walked.rounds or [])
         if parting is not None:
             (sample.replay_ties if parting.tie else sample.replay_faults).append(str(parting))
