@@ -386,7 +386,11 @@ def demo_command(
 
 app.command(
     "bench",
-    epilog=example("dspark bench --data DIR --suite gsm8k,humaneval --draft dspark=embedded --limit 20 --out runs/bench"),
+    epilog=example(
+        "dspark bench --suite demo --out runs/bench",
+        "dspark bench --data DIR --suite gsm8k,humaneval --draft a=embedded --draft b=runs/mine/best@7 --out runs/ab",
+        "dspark bench --data DIR --suite gsm8k --endpoint http://127.0.0.1:8000 --engine vllm --out runs/live",
+    ),
 )(bench_command)
 app.command("report", epilog=example("dspark report runs/bench", "dspark report runs/a runs/b --out runs/a-b"))(
     report_command

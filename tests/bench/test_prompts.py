@@ -75,7 +75,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_the_table_names_every_suite_and_what_it_measures() -> None:
     assert suite_names() == [
         *("gsm8k", "math500", "aime25", "aime26", "humaneval", "mbpp", "livecodebench", "mt-bench"),
-        *("speed-bench-coding", "swe-rebench", "alpaca", "arena-hard", "ruler-v2"),
+        *("speed-bench-coding", "swe-rebench", "alpaca", "arena-hard", "ruler-v2", "demo"),
     ]
     assert all(entry.measures and "\n" not in entry.measures for entry in TABLE.values())
 
@@ -117,7 +117,7 @@ def test_an_unknown_name_is_told_the_nearest_or_all(tmp_path: Path) -> None:
         load_suites(["gsm-8k"], None, limit=None, shuffle=None)
     with pytest.raises(DsparkError, match=r"suite = 'my-oven': .*my-own"):
         load_suites(["my-oven"], tmp_path, limit=None, shuffle=None)
-    with pytest.raises(DsparkError, match=r"suite = 'zzz': .*gsm8k, .*ruler-v2, my-own"):
+    with pytest.raises(DsparkError, match=r"suite = 'zzz': .*gsm8k, .*ruler-v2, demo, my-own"):
         load_suites(["zzz"], tmp_path, limit=None, shuffle=None)
     with pytest.raises(DsparkError, match="suite = "):
         load_suites([f"../{tmp_path.name}/my-own"], tmp_path, limit=None, shuffle=None)
@@ -155,7 +155,7 @@ def test_a_bad_file_is_an_error_even_past_the_limit(tmp_path: Path, lines: list[
         load_suites(["gsm8k"], tmp_path, limit=1, shuffle=None)
 
 
-@pytest.mark.parametrize("name", [name for name in suite_names() if name != "ruler-v2"])
+@pytest.mark.parametrize("name", [name for name in suite_names() if name not in ("ruler-v2", "demo")])
 def test_a_row_of_each_public_set_becomes_a_prompt(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked = hub(monkeypatch, ROWS[name], ROWS[name])
     (suite,), missing = load_suites([name], None, limit=None, shuffle=None)
@@ -252,6 +252,12 @@ def test_without_the_package_a_suite_is_missing_with_the_way_to_get_it(monkeypat
     monkeypatch.setitem(sys.modules, "datasets", None)
     found, missing = load_suites(["gsm8k"], None, limit=None, shuffle=None)
     assert not found and missing[0].reason.endswith("-m pip install datasets")
+
+
+def test_the_shipped_prompts_are_always_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hub(monkeypatch, ConnectionError("no network"))
+    (found,), missing = load_suites(["demo"], None, limit=4, shuffle=None)
+    assert missing == [] and found.source == "shipped with dspark (4 of 15 prompts)"
 
 
 def test_ruler_has_no_data_set_but_may_be_a_file(tmp_path: Path) -> None:

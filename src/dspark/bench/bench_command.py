@@ -101,6 +101,8 @@ def bench_command(
             other = None
             if baseline_endpoint is not None:
                 other = Endpoint(baseline_endpoint, engine, model, api_key, timeout, "baseline_endpoint")
+            for one in (other, server) if other is not None else (server,):
+                one.check()
             totals = {one.name: (1 + (other is not None)) * sum(len(p.turns) for p in one.prompts) for one in suites}
             with _progress(totals) as advance:
                 report = bench_live(server, other, suites, missing, live, out, chosen=chosen, progress=advance)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from dspark.data.prompts import Prompt, read_prompts
+from dspark.data.prompts import Prompt, demo_prompts, read_prompts
 from dspark.data.public import TABLE, Unavailable, download
 from dspark.errors import DsparkError
 
@@ -35,9 +35,13 @@ class Missing:
     reason: str
 
 
+SHIPPED = "demo"
+"""The suite of the prompts that come with dspark, which is always there."""
+
+
 def suite_names() -> list[str]:
     """The suites of the table, in its order; a folder may hold more."""
-    return list(TABLE)
+    return [*TABLE, SHIPPED]
 
 
 def load_suites(
@@ -57,9 +61,10 @@ def load_suites(
     if not names or len(set(names)) != len(names):
         raise DsparkError("suites", list(names), "name at least one suite, and none twice")
     files = {} if data is None else _files(data)
+    known = suite_names()
     for name in names:
-        if name not in TABLE and name not in files:
-            raise DsparkError("suite", name, _nearest(name, [*TABLE, *(one for one in files if one not in TABLE)]))
+        if name not in known and name not in files:
+            raise DsparkError("suite", name, _nearest(name, [*known, *(one for one in files if one not in known)]))
     found: list[Suite] = []
     missing: list[Missing] = []
     for name in names:
@@ -111,6 +116,8 @@ def _chosen(prompts: list[Prompt], limit: int | None, seed: int | None) -> list[
 
 
 def _download(name: str, has_folder: bool) -> tuple[list[Prompt], str]:
+    if name == SHIPPED:
+        return demo_prompts(), "shipped with dspark"
     try:
         return download(name)
     except Unavailable as reason:
