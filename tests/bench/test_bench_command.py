@@ -12,6 +12,7 @@ from tests.serving.conftest import Live
 
 from dspark.bench.report import read_report
 from dspark.checkpoints.native import save_draft
+from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.targets.transformers import TransformersTarget
 
@@ -82,6 +83,23 @@ def test_long_prompts_are_written_for_the_target(run: Run, embedded_path: Path, 
     found = ruler.columns["dspark n = 3"].acceptance
     assert found is not None and found.partition_questions == {"mk": 1, "mv": 1, "qa": 1}
     assert any("answers hold" in note for note in report.notes)
+
+
+def test_transformers_own_dflash_is_a_column(run: Run, pair: list[str], draft: DSparkDraft, tmp_path: Path) -> None:
+    changes = {"markov_rank": 0, "sample_from_anchor": False, "block_size": 4, "target_layer_ids": (0, 1)}
+    config = DraftConfig(**{**draft.config.model_dump(), **changes})
+    save_draft(DSparkDraft(config), tmp_path / "dflash")
+    flash = [f"--draft=flash={tmp_path / 'dflash'}@3", "--transformers=flash", "--suite=mine"]
+    assert run("bench", *pair, *flash)[0] == 0
+    report = read_report(tmp_path / "out")
+    names = ["plain", "d n = 3", "d n = 7", "flash n = 3", "plain in Transformers", "flash in Transformers n = 3"]
+    assert [one.name for one in report.drafters] == names
+    (suite,) = report.suites
+    assert suite.replay_checked == 4 and suite.replay_faults == [] and suite.not_lossless == []
+    for name in names[-2:]:
+        assert suite.columns[name].speed[0].requests == 1
+    found = suite.columns[names[-1]].acceptance
+    assert found is not None and found.source == "served"
 
 
 @pytest.mark.parametrize(

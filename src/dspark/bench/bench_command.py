@@ -18,7 +18,7 @@ from dspark.bench.in_process import (
     engine_contenders,
     parse_draft,
     parse_numbers,
-    transformers_contender,
+    transformers_contenders,
 )
 from dspark.bench.live import LiveSettings
 from dspark.bench.live_report import bench_live
@@ -116,7 +116,7 @@ def bench_command(
                 answers = {one.prompt.id: one.answers for one in written}
             contenders = engine_contenders(loaded, drafts, transformers)
             if transformers is not None:
-                contenders.append(transformers_contender(loaded, drafts, contenders, transformers))
+                contenders += transformers_contenders(loaded, drafts, contenders, transformers)
             chosen["storage"] = storage
             totals = {
                 one.name: len(one.prompts) + min(len(one.prompts), speed_limit) * len(settings.batches)

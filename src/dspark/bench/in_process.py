@@ -19,7 +19,7 @@ from dspark.bench.prompts import Missing, Suite
 from dspark.bench.report import Drafter, Rendered, Report
 from dspark.bench.run import Bench
 from dspark.bench.samples import Journal, Sample
-from dspark.bench.transformers_column import TransformersColumn
+from dspark.bench.transformers_column import transformers_columns
 from dspark.checkpoints.builtin import draft_folder, load_named_draft
 from dspark.checkpoints.native import PROMPTS_FILE, weights_sha256
 from dspark.data.chat import ChatRenderer
@@ -102,10 +102,10 @@ def engine_contenders(target: Target, drafts: Sequence[NamedDraft], plainly: str
     return found
 
 
-def transformers_contender(
+def transformers_contenders(
     target: Target, drafts: Sequence[NamedDraft], contenders: Sequence[Contender], name: str
-) -> Contender:
-    """The DFlash draft called `name` as Transformers decodes with it. Raises DsparkError when there is none."""
+) -> list[Contender]:
+    """Transformers alone, and with the DFlash draft called `name`. Raises DsparkError when there is none."""
     named = next((one for one in drafts if one.name == name), None)
     if named is None:
         raise DsparkError("transformers", name, f"must be one of the drafts: {', '.join(one.name for one in drafts)}")
@@ -116,7 +116,7 @@ def transformers_contender(
         raise DsparkError(
             "transformers", name, f"needs a DFlash draft that is also run here at n = {draft.config.gamma}"
         )
-    return TransformersColumn(target, draft, own, name)
+    return [*transformers_columns(target, draft, own, name)]
 
 
 def known_prompts(place: str) -> frozenset[str] | None:

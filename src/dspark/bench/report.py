@@ -132,8 +132,9 @@ class Speed(_Part):
 
 
 class Drafter(_Part):
-    """A column. kind: plain, dspark, dflash, eagle3, eagle3-mla, transformers-dflash or endpoint. n: draft tokens a
-    round (0: plain; None: the server's own). trained_on: whether the draft lists the prompts it was trained on."""
+    """A column. kind: plain, dspark, dflash, eagle3, eagle3-mla, endpoint, or transformers and transformers-dflash (not
+    our engine). n: draft tokens a round (0: plain; None: the server's own). trained_on: whether the draft lists the
+    prompts it was trained on."""
 
     name: str
     kind: str

@@ -21,29 +21,41 @@ from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
 
-class TransformersColumn:
-    """A DFlash draft in Transformers' assisted generation: greedy, one request at a time, always gamma tokens a round.
+def transformers_columns(target: Target, draft: DSparkDraft, of: Drafter, name: str) -> list[TransformersColumn]:
+    """Transformers' plain decoding, and its DFlash generation with this draft, which the column `of` runs here.
 
-    Its speed is told over our plain decoding like everybody's; Transformers' plain decoding is another baseline.
+    Raises DsparkError for another kind of draft, and for what its form cannot say.
+    """
+    config = draft.config
+    if of.kind != "dflash" or config.sample_from_anchor:
+        remedy = "must be a DFlash draft in the bonus-anchor layout, the one that Transformers decodes with"
+        raise DsparkError("transformers", name, remedy)
+    model: Any = load_model(target.name)
+    with tempfile.TemporaryDirectory() as folder:
+        export_zlab(over_whole_vocabulary(draft) if config.reduced else draft, Path(folder) / "draft")
+        assistant = load_assistant(Path(folder) / "draft", model)
+    ids = draft.draft_ids if config.reduced else None
+    plain = Drafter(name="plain in Transformers", kind="transformers", n=0)
+    drafter = of.model_copy(
+        update={"name": f"{name} in Transformers n = {config.gamma}", "kind": "transformers-dflash"}
+    )
+    return [
+        TransformersColumn(plain, target, TransformersDFlash(model, None, target.stop_ids), plain.name),
+        TransformersColumn(drafter, target, TransformersDFlash(model, assistant, target.stop_ids, ids), of.name),
+    ]
+
+
+class TransformersColumn:
+    """A DFlash draft, or none, in Transformers' own generation: greedy, one request at a time, always gamma tokens a
+    round. Its speed is told over our plain decoding like everybody's.
+
     replayed_as: the column of the same draft and width in our engine, with whose rounds its own are compared.
     """
 
-    def __init__(self, target: Target, draft: DSparkDraft, of: Drafter, name: str) -> None:
-        config = draft.config
-        if of.kind != "dflash" or config.sample_from_anchor:
-            remedy = "must be a DFlash draft in the bonus-anchor layout, the one that Transformers decodes with"
-            raise DsparkError("transformers", name, remedy)
-        self.drafter = of.model_copy(
-            update={"name": f"{name} in Transformers n = {config.gamma}", "kind": "transformers-dflash"}
-        )
+    def __init__(self, drafter: Drafter, target: Target, generator: TransformersDFlash, replayed_as: str) -> None:
+        self.drafter, self.replayed_as = drafter, replayed_as
         self.known: frozenset[str] | None = None
-        self.replayed_as, self._target = of.name, target
-        model: Any = load_model(target.name)
-        with tempfile.TemporaryDirectory() as folder:
-            export_zlab(over_whole_vocabulary(draft) if config.reduced else draft, Path(folder) / "draft")
-            assistant = load_assistant(Path(folder) / "draft", model)
-        ids = draft.draft_ids if config.reduced else None
-        self._generator = TransformersDFlash(model, assistant, target.stop_ids, ids)
+        self._target, self._generator = target, generator
 
     @property
     def taps(self) -> tuple[int, ...]:
