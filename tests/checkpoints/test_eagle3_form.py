@@ -90,7 +90,7 @@ def test_each_engine_finds_its_own_layer_ids(tmp_path: Path) -> None:
 def test_mla_has_deepseeks_keys(tmp_path: Path) -> None:
     _, folder = saved(tmp_path / "draft", "mla-low-rank")
     values = json.loads((folder / "config.json").read_text())
-    assert values["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and values["model_type"] == "deepseek_v3"
+    assert values["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and values["model_type"] == "deepseek_v2"
     assert (values["q_lora_rank"], values["kv_lora_rank"], values["num_key_value_heads"]) == (16, 12, 4)
     assert "head_dim" not in values and "attention" not in values
 

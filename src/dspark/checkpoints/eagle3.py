@@ -30,7 +30,8 @@ FIXED: dict[str, Any] = {
 }
 _OF_KIND: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "mlp_bias": False},
-    "mla": {"model_type": "deepseek_v3", "rope_interleave": True, "n_routed_experts": 0, "first_k_dense_replace": 1},
+    # deepseek_v3 would make vLLM take the draft for DeepSeek's own MTP layers
+    "mla": {"model_type": "deepseek_v2", "rope_interleave": True, "n_routed_experts": 0, "first_k_dense_replace": 1},
 }
 
 
