@@ -22,7 +22,7 @@ SEEDED = SamplingSettings(temperature=0.8, seed=7)
 REDUCED = [2, *range(20, 79)]
 
 
-def learn(draft, rows, steps=45):
+def learn(draft, rows, steps=60):
     """Overfit the draft to rows of the target, by the training-time test with hard labels."""
     ids = torch.tensor([token for row, _ in rows for token in [*row.prompt_ids, *row.answer_ids]])
     lengths = [len(row.prompt_ids) + len(row.answer_ids) for row, _ in rows]
