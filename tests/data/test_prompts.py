@@ -84,7 +84,7 @@ def test_nothing_to_read_is_an_error(tmp_path):
             read_prompts(path)
     with pytest.raises(DsparkError, match="limit"):
         read_prompts(tmp_path, limit=0)
-    with pytest.raises(DsparkError, match="known are .*gsm8k, gsm8k-train"):
+    with pytest.raises(DsparkError, match=r"known are .*gsm8k, gsm8k-train"):
         read_prompts("hub:nothing-like-it")
 
 

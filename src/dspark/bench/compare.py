@@ -172,9 +172,7 @@ class Comparison:
         return paired_speedup(self.timings(PLAIN, decode_only=decode_only), self.timings(mode, decode_only=decode_only))
 
 
-def build_engines(
-    target: Target, draft: Draft | None, modes: Sequence[Mode], max_batch: int = 1
-) -> dict[str, Engine]:
+def build_engines(target: Target, draft: Draft | None, modes: Sequence[Mode], max_batch: int = 1) -> dict[str, Engine]:
     """One engine per mode over the same target and draft. Raises DsparkError for a mode without a draft."""
     if PLAIN not in modes or len({mode.name for mode in modes}) != len(modes):
         raise DsparkError("modes", [mode.name for mode in modes], "need plain decoding once and no name twice")

@@ -237,7 +237,7 @@ def card_of(folder: str | Path, measured: str | Path | None = None) -> str:
     """The model card of a draft folder. Raises DsparkError."""
     config, training = read_config(folder)[0], read_training(folder)
     if not isinstance(config, DraftConfig):
-        raise DsparkError("draft", str(folder), "is an EAGLE-3 baseline; cards are written for DSpark and DFlash drafts")
+        raise DsparkError("draft", str(folder), "is an EAGLE-3 baseline; cards are for DSpark and DFlash drafts")
     figures = None if measured is None else read_measured(measured, folder)
     try:
         return model_card(config, training, figures)

@@ -92,8 +92,8 @@ paired, with a 95 % bootstrap interval over prompts.
 
 Both sides: the same engine and process, target {said(report.get("target"))} in {said(settings.get("dtype"))}
 (weights kept {said(settings.get("storage"))}), {said(settings.get("threads"))} threads,
-{said(settings.get("sampling"))}, up to {said(settings.get("max_tokens"))} new tokens, {said(settings.get("limit"))} prompts of each suite at most. Plain:
-no draft, one token a pass.
+{said(settings.get("sampling"))}, up to {said(settings.get("max_tokens"))} new tokens,
+{said(settings.get("limit"))} prompts of each suite at most. Plain: no draft, one token a pass.
 
 Machine and versions: {machine}."""
 
