@@ -99,16 +99,18 @@ def chunk(delta=None, finish=None, usage=None, **more):
     return {**body, **({} if usage is None else {"usage": usage}), **more}
 
 
-def usage(tokens, prompt=PROMPT_TOKENS):
-    return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens}
+def usage(tokens, prompt=PROMPT_TOKENS, cached=None):
+    """cached: as all three engines tell it; vLLM and SGLang only when they are started so."""
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens, **details}
 
 
-def openai_events(prompt=PROMPT_TOKENS):
+def openai_events(prompt=PROMPT_TOKENS, cached=None):
     """Usage at the end only."""
     yield chunk({"role": "assistant", "content": ""})
     yield from (chunk({"content": text}) for _, text in PIECES)
     yield chunk({}, "stop")
-    yield chunk(usage=usage(len(IDS), prompt))
+    yield chunk(usage=usage(len(IDS), prompt, cached))
     yield DONE
 
 

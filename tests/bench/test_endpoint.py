@@ -167,6 +167,23 @@ def test_comments_and_split_bytes_make_no_difference(fake):
     assert reply.error is None and reply.text == "ü" and reply.finish == "length"
 
 
+def test_characters_that_came_apart_are_joined(fake):
+    def events(body):
+        for text in ("a\ud83d", "\ude00b\udc00"):
+            yield b"data: " + json.dumps(chunk({"content": text})).encode() + b"\n\n"
+        yield chunk({}, "stop")
+        yield chunk(usage=usage(4))
+        yield DONE
+
+    reply = ask(fake(events), "openai")
+    assert reply.error is None and reply.text == "a\U0001f600b\ufffd"
+
+
+@pytest.mark.parametrize(("cached", "expected"), [(None, None), (0, 0), (5, 5), (PROMPT_TOKENS + 1, None)])
+def test_the_share_of_the_prefix_cache_is_told(fake, cached, expected):
+    assert ask(fake(lambda body: openai_events(cached=cached)), "openai").cached_tokens == expected
+
+
 # What goes wrong
 
 
@@ -191,6 +208,49 @@ def test_a_stream_that_breaks_is_an_error_with_its_reason(fake, expected):
     assert reply.arrivals is None and reply.output_tokens == 0
     if BROKEN[expected][0] == chunk({"content": "a"}):
         assert reply.text == "a" and reply.error.endswith("(after 1 chunks)")
+
+
+def said_at_the_end(**more):
+    return [chunk({"content": "a"}, "stop"), chunk(usage=usage(1) | more), DONE]
+
+
+def counts(*values):
+    return list(vllm_events({"stream_options": {}}, SUMMARY | {"acceptance_histogram": list(values)}))
+
+
+LIES = {
+    "usage.completion_tokens = -1,": said_at_the_end(completion_tokens=-1),
+    "usage.completion_tokens = 1000000000,": said_at_the_end(completion_tokens=10**9),
+    "usage.completion_tokens = 7,": said_at_the_end(completion_tokens="7"),
+    "usage.completion_tokens = True,": said_at_the_end(completion_tokens=True),
+    "usage.completion_tokens = nan,": said_at_the_end(completion_tokens=float("nan")),
+    "usage.completion_tokens = many,": [chunk({"content": "a"}, usage=usage(1) | {"completion_tokens": "many"})],
+    "usage.completion_tokens = 1 at the end": [chunk({"content": "a"}, usage=usage(5)), *said_at_the_end()],
+    "usage.prompt_tokens = -3,": said_at_the_end(prompt_tokens=-3),
+    "usage.prompt_tokens_details.cached_tokens = -2,": said_at_the_end(prompt_tokens_details={"cached_tokens": -2}),
+    "token_ids = -4,": [chunk({"content": "a"}, token_ids=[-4])],
+    "token_ids = ab,": [chunk({"content": "a"}, token_ids="ab")],
+    "acceptance_histogram = -1,": counts(4, -1),
+    "acceptance_histogram = 1.5,": counts(1.5, 1),
+    "acceptance_histogram = None,": counts(1, None),
+    "acceptance_histogram = 1000000000,": counts(10**9),
+    "the sum of acceptance_histogram = 120,": counts(*[60, 60]),
+    "the length of acceptance_histogram = 2000,": counts(*[0] * 2000),
+}
+
+
+@pytest.mark.parametrize("expected", LIES)
+def test_numbers_that_cannot_be_are_an_error_that_names_them(fake, expected):
+    reply = ask(fake(lambda body: LIES[expected]), "vllm")
+    assert f"the server tells {expected}" in reply.error and "\n" not in reply.error
+    assert reply.output_tokens == 0 and reply.histogram is None
+
+
+def test_rounds_that_cannot_be_are_an_error(fake):
+    steps = SUMMARY | {"per_step_accepted": [4], "per_step_drafted": [3]}
+    assert "per_step_accepted = 4," in ask(fake(lambda body: vllm_events(body, steps)), "vllm").error
+    details = DETAILS | {"spec_correct_drafts_histogram": [1, 1, 0, -1]}
+    assert "histogram = -1," in ask(fake(lambda body: sglang_events(body, details)), "sglang").error
 
 
 def test_a_status_of_400_or_more_is_an_error(fake):
@@ -221,6 +281,10 @@ def test_addresses_and_kinds_are_checked():
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?y"):
         with pytest.raises(DsparkError, match="must be an address like"):
             Endpoint(url, "vllm", field="baseline_endpoint")
+    for url in ("http://:secret@x", "http://u:secret@x:1/v1", "secret@x", "http://u@x"):
+        with pytest.raises(DsparkError, match=r"must be an address like .*--api-key") as error:
+            Endpoint(url, "vllm")
+        assert "secret" not in str(error.value) and error.value.value.startswith("...@x")
     with pytest.raises(DsparkError, match="must be one of vllm, sglang, dspark, openai"):
         Endpoint("http://x", "tgi")
     with pytest.raises(DsparkError, match="timeout"):
@@ -257,6 +321,26 @@ def test_the_model_must_be_served(fake):
     assert "lists no models" in refusal(server.url, "vllm")
 
 
+def test_our_own_server_is_asked_as_such(fake):
+    about = {"target": "m", "draft": None, "n": 0, "max_batch": 4}
+    server = fake(vllm_events, pages={"/v1/engine": about})
+    for engine in ("vllm", "sglang"):
+        assert refusal(server.url, engine) == (
+            f"engine = '{engine}': {server.url} is `dspark serve`; give --engine dspark"
+        )
+    for engine in ("dspark", "openai"):
+        Endpoint(server.url, engine).check()
+
+
+def test_names_of_one_server_are_known():
+    def same(one, other):
+        return Endpoint(one, "vllm").is_same(Endpoint(other, "vllm"))
+
+    assert same("http://127.0.0.1:8000", "http://localhost:8000/v1") and same("http://[::1]", "http://LOCALHOST:80/")
+    assert not same("http://127.0.0.1:8000", "http://127.0.0.1:8001") and not same("http://a:1", "http://b:1")
+    assert not same("http://a:1/one", "http://a:1/two")
+
+
 def test_health_is_asked_for(fake):
     assert "is not healthy: HTTP 503" in refusal(fake(vllm_events, pages={"/health": 503}).url, "vllm")
     Endpoint(fake(vllm_events, pages={"/health": 503}).url, "openai").check()
@@ -266,6 +350,7 @@ def test_servers_describe_themselves(fake):
     endpoint = Endpoint(fake(vllm_events, pages={"/version": {"version": "0.32.0"}}).url, "vllm")
     endpoint.check()
     told = endpoint.describe()
+    assert endpoint.check() == told
     assert (told["version"], told["max_model_len"], told["speculative"]) == ("0.32.0", 4096, {})
     assert endpoint.speculates is None
     info = {  # of server_args: http_server.py merges them with the version

@@ -1,10 +1,12 @@
 """Acceptance from counters, beside what round records say of the same rounds."""
 
+import json
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.bench.endpoints import IDS, VllmCounters
 
-from dspark.bench.endpoint_metrics import Received, counted_acceptance, difference, read_counters
+from dspark.bench.endpoint_metrics import Received, added, counted_acceptance, difference, read_counters
 from dspark.bench.metrics import conditional_acceptance, histogram
 from dspark.decoding.request import Round
 from dspark.errors import DsparkError
@@ -30,6 +32,18 @@ def test_the_difference_of_two_readings_gives_what_the_rounds_give():
     rates = [(one.slot, one.accepted, one.verified, one.rate) for one in acceptance.conditional]
     assert rates == [(one.slot, one.accepted, one.verified, one.rate) for one in conditional_acceptance(rounds, 3)]
     assert acceptance.completion_per_round is None and notes == ["its counters leave out rounds that drafted nothing"]
+
+
+def test_parts_that_are_added_are_the_whole():
+    counters = VllmCounters()
+    first, parts = read_counters(counters.page()), []
+    for answers in (1, 0, 3):
+        before = read_counters(counters.page())
+        counters.answers += answers
+        parts.append(difference(before, read_counters(counters.page()), "x").rows())
+    whole, received = difference(first, read_counters(counters.page()), "x"), Received(4, 4, 4 * len(IDS), True)
+    assert counted_acceptance(added(json.loads(json.dumps(parts))), received) == counted_acceptance(whole, received)
+    assert added([]).values == {} and added([[]]).values == {}
 
 
 def test_tokens_of_other_clients_are_noticed():

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from dspark.bench.endpoint_stream import Answering, StreamFault, error_message
+from dspark.bench.endpoint_metrics import StreamFault
+from dspark.bench.endpoint_stream import Answering, clean, error_message
 from dspark.decoding.request import Round
 from dspark.errors import DsparkError
 
@@ -24,6 +25,8 @@ Engine = Literal["vllm", "sglang", "dspark", "openai"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 ALL_TOKENS = -1
 """`top_k` of no filter, for all three engines."""
+HERE = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0", "::"))
+"""Names under which one server of this machine is reached."""
 ABOUT_SECONDS = 10.0
 """Time in which a server answers questions about itself, and takes a connection."""
 IDLE_SECONDS = 4.0
@@ -75,13 +78,15 @@ class Reply:
     seconds: from handing over the request to the last token; arrivals: (seconds, tokens) of each chunk that brought
     some, their sum is output_tokens; exact: the server told how many tokens each brought, else they are the share of
     output_tokens that a chunk's characters are of all
-    output_ids, rounds, histogram: where the engine tells them
+    output_ids, rounds, histogram, cached_tokens (of the prompt, from the server's prefix cache): where the engine tells
+    them
     error: why it failed; then only what had come by then is known
     """
 
     text: str = ""
     reasoning: str = ""
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     output_tokens: int = 0
     output_ids: list[int] | None = None
     finish: str = ""
@@ -127,8 +132,9 @@ class Endpoint:
 
     # What the server says of itself
 
-    def check(self) -> None:
-        """See that it is up and serves the model. Raises DsparkError naming the address, or listing the models."""
+    def check(self) -> dict[str, Any]:
+        """See that it is up, of this kind and serves the model, and what it says of itself (`describe`). Raises
+        DsparkError naming the address, or listing the models."""
         models = self._get("/v1/models")
         if models.status_code in (401, 403):
             raise DsparkError(self.field, self.url, "asks for its API key, or refuses the one that was given")
@@ -147,8 +153,15 @@ class Endpoint:
             health = self._get("/health")
             if health.status_code >= 500:
                 raise DsparkError(self.field, self.url, f"is not healthy: {_status(health)}")
-        speculative = self.describe()["speculative"]
-        self.speculates = _speculates(self.engine, speculative)
+        if self.engine in ("vllm", "sglang") and {"target", "n", "max_batch"} <= self._json("/v1/engine").keys():
+            raise DsparkError("engine", self.engine, f"{self.url} is `dspark serve`; give --engine dspark")
+        told = self.describe()
+        self.speculates = _speculates(self.engine, told["speculative"])
+        return told
+
+    def is_same(self, other: Endpoint) -> bool:
+        """Whether the other address leads to the same server."""
+        return _place(self.url) == _place(other.url)
 
     def describe(self) -> dict[str, Any]:
         """What it says of itself: url, engine, model, root, max_model_len, version, `settings`, and `speculative`
@@ -219,7 +232,7 @@ class Endpoint:
         assert self._client is not None, "ask inside `async with endpoint`"
         body = self.body(messages, settings)
         started = time.perf_counter()
-        answering = Answering(self.engine, self.speculates)
+        answering = Answering(self.engine, self.speculates, settings.max_tokens)
         try:
             async with asyncio.timeout(self.timeout):
                 async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -236,7 +249,7 @@ class Endpoint:
         except StreamFault as error:
             fault = str(error)
         after = f" (after {answering.chunks} chunks)" if answering.chunks else ""
-        return Reply(text=answering.text, reasoning=answering.reasoning, error=f"{fault}{after}")
+        return Reply(text=clean(answering.text), reasoning=clean(answering.reasoning), error=clean(f"{fault}{after}"))
 
     def body(self, messages: Sequence[Mapping[str, str]], settings: AskSettings) -> dict[str, Any]:
         """What is sent. Beyond OpenAI's parameters only what this kind of engine knows, or was asked for."""
@@ -278,14 +291,18 @@ def said(error: Exception) -> str:
 
 
 def _address(url: str, field: str) -> tuple[str, str]:
-    """(the address without /v1, its host)."""
+    """(the address without /v1, its host). Raises DsparkError, which never shows a password."""
+    remedy = "must be an address like http://127.0.0.1:8000"
+    if "@" in url:
+        shown = f"...@{url.rpartition('@')[2]}"
+        raise DsparkError(field, shown, f"{remedy}, without a user or a password; a server's key is given by --api-key")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
         host = None
-    if host is None or parts.scheme not in ("http", "https") or parts.query or parts.fragment or parts.username:
-        raise DsparkError(field, url, "must be an address like http://127.0.0.1:8000")
+    if host is None or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        raise DsparkError(field, url, remedy)
     return url.rstrip("/").removesuffix("/v1").rstrip("/"), host
 
 
@@ -294,6 +311,13 @@ def _is_here(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _place(url: str) -> tuple[str, int, str]:
+    """(host, port, path), the same for every name of this machine."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "here" if host in HERE else host, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 
 
 def _status(response: httpx.Response) -> str:

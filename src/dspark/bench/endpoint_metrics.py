@@ -1,4 +1,4 @@
-"""What engines tell of acceptance: with one answer, or by counters that are read before and after a suite.
+"""What engines tell of acceptance: with one answer, or by counters that are read before and after a group of requests.
 
 | engine | with an answer | counters |
 |---|---|---|
@@ -12,7 +12,7 @@ which is no acceptance length. Its `spec_accept_length` is of the latest moments
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,18 @@ COUNTERS = frozenset((DRAFTS, DRAFT_TOKENS, ACCEPTED, ACCEPTED_AT, VERIFY_CALLS,
 BIRTHS = frozenset(("process_start_time_seconds", *(name.removesuffix("_total") + "_created" for name in COUNTERS)))
 CUT_ROUNDS = 0.01
 """Share of a block's slots that may be unverified before conditional acceptance cannot be told from counters."""
+MOST_SLOTS = 1024
+"""Draft tokens a round that no engine has: what tells more is wrong."""
 
 Labels = tuple[tuple[str, str], ...]
+
+
+class StreamFault(Exception):
+    """Why an answer is none; one line."""
+
+
+class ServerChanged(DsparkError):
+    """A server is not the one it was when the run began: what was measured cannot be used."""
 
 
 # With one answer
@@ -43,23 +53,56 @@ def told_by_request(
     rounds: Sequence[Mapping[str, Any]], usage: Mapping[str, Any], extras: Mapping[str, Any]
 ) -> tuple[list[Round] | None, list[int] | None]:
     """(round records, rounds by accepted tokens): the first where the engine tells round by round, else the second
-    where it tells that, else neither.
+    where it tells that, else neither. Raises StreamFault for numbers that no rounds can have.
 
     rounds: `round` of the chunks of `dspark serve`; usage: of the answer; extras: `sglext` and `metrics` of its chunks.
     """
     if "speculation" in usage and rounds:  # the first is the prompt's pass, which is no round
-        return [Round(r["proposed"], r["scheduled"], r["accepted"]) for r in rounds if r["proposed"] is not None], None
+        made = [r for r in rounds if r["proposed"] is not None]
+        return [_round("round", r["proposed"], r["scheduled"], r["accepted"]) for r in made], None
     found: Any = (extras.get("metrics") or {}).get("speculative_decoding") or {}
     if found.get("per_step_accepted"):
         steps = zip(found["per_step_drafted"], found["per_step_accepted"], strict=True)
-        return [Round(drafted, drafted, accepted) for drafted, accepted in steps], None
+        return [_round("per_step_accepted", drafted, drafted, accepted) for drafted, accepted in steps], None
     if "acceptance_histogram" in found:
-        return None, list(found["acceptance_histogram"])
+        return None, _histogram("acceptance_histogram", found["acceptance_histogram"], usage)
     found = (extras.get("sglext") or {}).get("spec_tokens_details") or {}
-    counts = found.get("spec_correct_drafts_histogram")
-    if counts and sum(counts) == found.get("spec_verify_ct", sum(counts)):
-        return None, list(counts)
+    if found.get("spec_correct_drafts_histogram"):
+        counts = _histogram("spec_correct_drafts_histogram", found["spec_correct_drafts_histogram"], usage)
+        if sum(counts) == found.get("spec_verify_ct", sum(counts)):
+            return None, counts
     return None, None
+
+
+def count(field: str, value: object, most: int) -> int:
+    """A number of things that a server tells. Raises StreamFault naming the field where it can be none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise StreamFault(f"the server tells {field} = {str(value)[:40]}, which cannot be")
+    return value
+
+
+def ids(field: str, values: object) -> list[int]:
+    """Token ids that a server tells. Raises StreamFault naming the field where they are none."""
+    if not isinstance(values, list):
+        raise StreamFault(f"the server tells {field} = {str(values)[:40]}, which cannot be")
+    return [count(field, value, 2**31) for value in values]
+
+
+def _round(field: str, proposed: object, scheduled: object, accepted: object) -> Round:
+    width = count(field, proposed, MOST_SLOTS)
+    verified = count(field, scheduled, width)
+    return Round(width, verified, count(field, accepted, verified))
+
+
+def _histogram(field: str, counts: object, usage: Mapping[str, Any]) -> list[int]:
+    """Every round gives a token; a few more rounds than tokens can have been under way when the answer ended."""
+    if not isinstance(counts, list):
+        raise TypeError(f"{field} is no list")
+    most = 2 * usage["completion_tokens"] + 64
+    found = [count(field, one, most) for one in counts]
+    count(f"the length of {field}", len(found), MOST_SLOTS + 1)
+    count(f"the sum of {field}", sum(found), most)
+    return found
 
 
 # By counters
@@ -76,6 +119,14 @@ class Counters:
         """Over all label sets (several engines behind one address); None where there is no such counter."""
         found = [value for (known, _), value in self.values.items() if known == name]
         return sum(found) if found else None
+
+    def rows(self) -> list[list[Any]]:
+        """[name, place in the block or None, value over all other labels], as JSON has it."""
+        sums: dict[tuple[str, str | None], float] = {}
+        for (name, labels), value in self.values.items():
+            key = name, dict(labels).get("position")
+            sums[key] = sums.get(key, 0.0) + value
+        return [[name, place, value] for (name, place), value in sums.items()]
 
     def by_position(self) -> list[float]:
         """Accepted draft tokens by their place in the block, from the first."""
@@ -110,15 +161,24 @@ def read_counters(text: str | None) -> Counters:
 
 
 def difference(before: Counters, after: Counters, url: str) -> Counters:
-    """What was counted between two readings. Raises DsparkError when the server began anew in between."""
+    """What was counted between two readings. Raises ServerChanged when the server began anew in between."""
     for key, value in before.values.items():
         now = after.values.get(key)
         if now is None or now < value:
-            raise DsparkError(key[0], now, f"was {value:g} before: {url} was restarted while it was measured")
+            raise ServerChanged(key[0], now, f"was {value:g} before: {url} was restarted while it was measured")
     for key, value in before.births.items():
         if after.births.get(key, value) != value:
-            raise DsparkError(key[0], after.births[key], f"{url} was restarted while it was measured")
+            raise ServerChanged(key[0], after.births[key], f"{url} was restarted while it was measured")
     return Counters({key: value - before.values.get(key, 0.0) for key, value in after.values.items()}, after.births)
+
+
+def added(parts: Iterable[Sequence[Sequence[Any]]]) -> Counters:
+    """What was counted altogether, from the rows of parts of which no two hold the same time."""
+    values: dict[tuple[str, Labels], float] = {}
+    for name, place, value in (row for rows in parts for row in rows):
+        key = str(name), (() if place is None else (("position", str(place)),))
+        values[key] = values.get(key, 0.0) + float(value)
+    return Counters(values, {})
 
 
 @dataclass(frozen=True)
@@ -138,7 +198,7 @@ def counted_acceptance(delta: Counters, received: Received) -> tuple[Acceptance 
     Without counters, or where nothing was drafted, there are no figures, and a note says why.
     """
     drafts, calls = delta.total(DRAFTS), delta.total(VERIFY_CALLS)
-    notes = _foreign_traffic(delta, received)
+    notes = foreign_traffic(delta, received)
     if drafts is None and calls is None:
         return None, ["it shows no counters of speculation, so acceptance is not known"]
     if not (drafts or calls):
@@ -192,7 +252,7 @@ def _conditional(drafts: float, places: Sequence[float]) -> list[Slot]:
     ]
 
 
-def _foreign_traffic(delta: Counters, received: Received) -> list[str]:
+def foreign_traffic(delta: Counters, received: Received) -> list[str]:
     """A note where the server generated other tokens than we got."""
     generated = delta.generated()
     if generated is None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dspark.bench.endpoint_metrics import told_by_request
+from dspark.bench.endpoint_metrics import StreamFault, count, ids, told_by_request
 from dspark.decoding.request import Round
 
 Mark = tuple[float, int | None, int]
@@ -21,8 +21,13 @@ GAVE_UP = ("abort", "error")
 """Finish reasons of an answer that is none (SGLang, vLLM)."""
 
 
-class StreamFault(Exception):
-    """Why an answer is none; one line."""
+MOST_TOKENS = 2**31
+"""Tokens that no request has."""
+
+
+def clean(text: str) -> str:
+    """Text that can be written: halves of a character that came apart are joined, those without the other replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def error_message(payload: Any) -> str | None:
@@ -32,14 +37,15 @@ def error_message(payload: Any) -> str | None:
     error = payload.get("error") or (payload if payload.get("object") == "error" else None)
     found = error.get("message") if isinstance(error, dict) else error
     found = found if found is not None else payload.get("detail")
-    return None if found is None else " ".join(str(found).split())[:300]
+    return None if found is None else clean(" ".join(str(found).split())[:300])
 
 
 class Answering:
-    """One answer while it comes. speculates: False where a plain server's rounds are none."""
+    """One answer while it comes. speculates: False where a plain server's rounds are none; asked: tokens that it may
+    have."""
 
-    def __init__(self, engine: str, speculates: bool | None = None) -> None:
-        self.engine, self.speculates = engine, speculates
+    def __init__(self, engine: str, speculates: bool | None = None, asked: int = MOST_TOKENS) -> None:
+        self.engine, self.speculates, self.asked = engine, speculates, asked
         self.text = self.reasoning = ""
         self._rest = b""
         self._done = False
@@ -77,19 +83,24 @@ class Answering:
         if not self._done:
             raise StreamFault("the stream ended without [DONE]")
         prompt, total = self._usage.get("prompt_tokens"), self._usage.get("completion_tokens")
-        if not isinstance(prompt, int) or not isinstance(total, int):
+        if prompt is None or total is None:
             raise StreamFault("the stream told no usage, so how many tokens it brought is not known")
+        prompt = count("usage.prompt_tokens", prompt, MOST_TOKENS)
+        total = count("usage.completion_tokens", total, 2 * self.asked + 64)  # a last round may go beyond
+        if any(told is not None and told > total for _, told, _ in self._marks):
+            raise StreamFault(f"the server tells usage.completion_tokens = {total} at the end, and more before")
         exact = any(told for _, told, _ in self._marks) or total == 0
         arrivals = list(_counted(self._marks, total) if exact else _shared(self._marks, total))
         rounds, histogram = self._acceptance()
-        ids = self._ids or ((self._extras.get("sglext") or {}).get("output_ids") or [[]])[0]
+        found = self._ids or self._last_ids()
         return {
-            "text": self.text,
-            "reasoning": self.reasoning,
+            "text": clean(self.text),
+            "reasoning": clean(self.reasoning),
             "prompt_tokens": prompt,
+            "cached_tokens": self._cached(prompt),
             "output_tokens": total,
-            "output_ids": ids if len(ids) == total else None,
-            "finish": self._finish,
+            "output_ids": found if len(found) == total else None,
+            "finish": clean(self._finish),
             "seconds": arrivals[-1][0] if arrivals else self._marks[-1][0],
             "arrivals": arrivals,
             "exact": exact,
@@ -104,6 +115,21 @@ class Answering:
             return told_by_request(self._rounds, self._usage, self._extras)
         except (AttributeError, KeyError, TypeError, ValueError):  # of another form than we know: not told
             return None, None
+
+    def _last_ids(self) -> list[int]:
+        """SGLang's, which come with the last chunk."""
+        extra = self._extras.get("sglext")
+        found = extra.get("output_ids") if isinstance(extra, dict) else None
+        return ids("sglext.output_ids", found[0]) if isinstance(found, list) and found else []
+
+    def _cached(self, prompt: int) -> int | None:
+        """Prompt tokens from the server's prefix cache, under the name that all engines give them; None: not told."""
+        details = self._usage.get("prompt_tokens_details")
+        found = details.get("cached_tokens") if isinstance(details, dict) else None
+        if found is None:
+            return None
+        cached = count("usage.prompt_tokens_details.cached_tokens", found, MOST_TOKENS)
+        return cached if cached <= prompt else None  # a count over several passes of the prompt
 
     def _event(self, data: bytes, seconds: float) -> None:
         if data == b"[DONE]":
@@ -129,12 +155,14 @@ class Answering:
         made = choice.get("round")
         if made:
             self._rounds.append(made)
-            self._ids += [one["id"] for one in made["tokens"]]
+            self._ids += ids("round.tokens", [one["id"] for one in made["tokens"]])
             told = len(self._ids)
         else:
-            self._ids += choice.get("token_ids") or []
+            self._ids += ids("token_ids", choice.get("token_ids") or [])
+        if told is not None:
+            told = count("usage.completion_tokens", told, MOST_TOKENS)
         if choice.get("finish_reason"):
-            self._finish = choice["finish_reason"]
+            self._finish = str(choice["finish_reason"])
         self._marks.append((seconds, told, len(text) + len(thought)))
 
 
@@ -157,8 +185,8 @@ def _shared(marks: Sequence[Mark], total: int) -> Iterator[tuple[float, int]]:
         yield marks[-1][0], total
         return
     before = seen = 0
-    for seconds, _, count in marks:
-        seen += count
+    for seconds, _, more in marks:
+        seen += more
         until = max(round(total * seen / characters), 1 if seen else 0)
         if until > before:
             yield seconds, until - before
