@@ -10,7 +10,14 @@ from tests.serving.conftest import Live
 from dspark.bench import figures
 from dspark.bench.endpoint import AskSettings, Endpoint
 from dspark.bench.live import LiveSettings, run_live
-from dspark.bench.live_pairs import check_prompt_tokens, check_same, greedy_differences
+from dspark.bench.live_pairs import (
+    cache_notes,
+    check_prompt_tokens,
+    check_same,
+    check_unchanged,
+    counted_figures,
+    greedy_differences,
+)
 from dspark.bench.metrics import histogram
 from dspark.bench.samples import Sample
 from dspark.data.prompts import Prompt
@@ -76,10 +83,12 @@ def refusal(*given, **more):
 def test_acceptance_of_answers_is_that_of_the_counters(drafted, alone, concurrency):
     run = alone if concurrency == 1 else run_live(SUITES, ours(drafted), None, LiveSettings(SHORT, concurrency))
     assert not run.failures
+    server, notes = counted_figures(run.samples, run.counted)
+    assert notes == []  # the answers tell more
     for suite, prompts in SUITES.items():
         samples = [one for one in run.samples if one.suite == suite]
         told = figures.acceptance(samples, 3, "server")
-        counted = run.server[suite]["endpoint"]
+        counted = server[suite, "endpoint"]
         rounds = [one for sample in samples for one in sample.rounds if one.scheduled]
         assert counted.rounds == len(rounds) > 0
         assert counted.micro_length == pytest.approx(1 + sum(one.accepted for one in rounds) / len(rounds))
@@ -130,7 +139,7 @@ def test_a_baseline_is_asked_the_same_in_turn_and_says_the_same(plain, drafted):
         assert [units[at][2], units[at + 1][2]] == (both[::-1] if turned else both)
     assert [one for group in order for one in group] == run.samples
     assert all(one.rounds is None for one in run.samples if one.drafter == "baseline")
-    assert set(run.server["letters"]) == {"endpoint"} and set(run.about) == set(both)
+    assert {name for _, _, name in run.counted} == {"endpoint"} and set(run.about) == set(both)
     assert run.about["endpoint"]["speculative"] == {"draft": "tiny-draft", "n": 3}
     speed = figures.speed(
         [one for one in run.samples if one.drafter == "endpoint" and one.suite == "letters"],
@@ -150,6 +159,34 @@ def test_what_is_done_is_not_asked_again(plain, drafted, alone):
     texts = {(one.question, one.turn): one.text for one in alone.samples}
     assert all(texts[one.question, one.turn] == one.text for one in rest.samples)
     assert run_live(SUITES, ours(drafted), None, ALONE, done=both).samples == []
+
+
+def test_a_closed_loop_is_asked_in_blocks():
+    assert LiveSettings(SHORT, 2).sizes(11) == [8, 3] and LiveSettings(SHORT, 2).sizes(9) == [9]
+    assert LiveSettings(SHORT, 4).sizes(3) == [3] and LiveSettings(SHORT, 4).sizes(0) == []
+    assert LiveSettings(SHORT, 4).sizes(48) == [16, 16, 16] and LiveSettings(SHORT, 4).sizes(35) == [16, 19]
+    assert ALONE.sizes(3) == [1, 1, 1] and LiveSettings(SHORT, rate=1.0).sizes(40) == [40]
+
+
+def test_blocks_are_asked_of_both_in_turn_and_give_an_interval(fake):
+    suite = {"a": [Prompt(f"a/{i}", ("?",)) for i in range(11)]}
+    plain, drafted = (Endpoint(fake(lambda body: openai_events()).url, "openai") for _ in range(2))
+    order = []
+    run = run_live(suite, drafted, plain, LiveSettings(SHORT, 2), journal=lambda group: order.append(group))
+    units = [(group[0].group, group[0].drafter, len(group)) for group in order]
+    assert units == [(0, "baseline", 8), (0, "endpoint", 8), (1, "endpoint", 3), (1, "baseline", 3)]
+    sides = [[one for one in run.samples if one.drafter == name] for name in ("endpoint", "baseline")]
+    assert figures.speed(*sides).speedup.low is not None
+    assert any("2 conversations at once, in blocks of 4 times as many" in note for note in run.notes)
+    done = {("a", 0, "baseline"), ("a", 0, "endpoint"), ("a", 1, "endpoint")}
+    rest = run_live(suite, drafted, plain, LiveSettings(SHORT, 2), done=done)
+    assert [(one.question, one.drafter) for one in rest.samples] == [(f"a/{i}", "baseline") for i in (8, 9, 10)]
+
+
+def test_nothing_is_asked_where_all_is_done(fake):
+    server = fake(lambda body: openai_events())
+    run_live({"a": [TALK]}, Endpoint(server.url, "openai"), None, ALONE, done={("a", 0, "endpoint")})
+    assert server.bodies == []
 
 
 def test_a_suite_at_once_is_one_group(drafted, alone):
@@ -249,17 +286,21 @@ def test_vllm_counters_are_read_around_a_suite(fake):
 
     server = fake(stream, pages={"/metrics": counters.page, "/version": {"version": "0.32.0"}})
     run = run_live(SUITES, Endpoint(server.url, "vllm"), None, LiveSettings(SHORT, 2))
+    server_figures, notes = counted_figures(run.samples, run.counted)
     for suite, requests in (("letters", 3), ("mt-bench", 2)):
-        acceptance = run.server[suite]["endpoint"]
+        acceptance = server_figures[suite, "endpoint"]
         assert (acceptance.rounds, acceptance.requests) == (3 * requests, requests)
         assert acceptance.micro_length == pytest.approx(1 + 4 / 3)
-    assert not any("another client" in note for note in run.notes)
+    assert not any("another client" in note for note in notes)
     assert run.samples[0].rounds is None and run.samples[0].histogram is None
     counters.others += 1
     stream_of_another = server.stream
     server.stream = lambda body: [setattr(counters, "others", counters.others + 5), *stream_of_another(body)][1:]
     run = run_live({"a": [TALK]}, Endpoint(server.url, "vllm"), None, ALONE)
-    assert any("a, endpoint: it counted 24 tokens where 14 were received" in note for note in run.notes)
+    _, notes = counted_figures(run.samples, run.counted)
+    assert any("a, endpoint: it counted 24 tokens where 14 were received" in note for note in notes)
+    run.counted.clear()
+    assert counted_figures(run.samples, run.counted) == ({}, [])
 
 
 def test_a_counter_that_goes_back_ends_the_run(fake):
@@ -275,23 +316,51 @@ def test_a_counter_that_goes_back_ends_the_run(fake):
     server.pages["/metrics"] = lambda: counters_at_start if len(server.bodies) < 2 else counters.page()
     kept = []
     said = refusal({"a": [TALK]}, Endpoint(server.url, "vllm"), None, ALONE, journal=kept.append)
-    assert "was restarted while it was measured" in said and len(kept) == 1
+    assert "was restarted while it was measured" in said and kept == []
+
+
+def test_a_server_that_is_another_one_in_the_next_suite_ends_the_run(fake):
+    server = fake(vllm_events, pages={"/version": {"version": "0.32.0"}})
+    kept = []
+
+    def keep(samples):
+        kept.append(samples)
+        server.pages["/version"] = {"version": "0.33.0"}
+
+    said = refusal({"a": [TALK], "b": [TALK]}, Endpoint(server.url, "vllm"), None, ALONE, journal=keep)
+    assert said.startswith("endpoint version = '0.33.0': was '0.32.0' when the run began") and len(kept) == 1
+
+
+def test_what_changed_is_named():
+    about = {"url": "u", "engine": "e", "model": "m", "root": "r", "max_model_len": 9, "version": None}
+    before = {**about, "settings": {"dtype": "auto"}, "speculative": {"n": 3}}
+    check_unchanged("endpoint", before, {**before, "version": "1", "settings": {}})  # told once is no change
+    for change, name in (
+        ({"settings": {"dtype": "half"}}, "baseline settings dtype = 'half': was 'auto'"),
+        ({"speculative": {"n": 7}}, "baseline speculative n = 7: was 3"),
+        ({"root": "s"}, "baseline root = 's': was 'r'"),
+    ):
+        with pytest.raises(DsparkError, match=name):
+            check_unchanged("baseline", before, {**before, **change})
 
 
 def test_sglang_tells_with_every_answer(fake):
     info = {"version": "0.5.23", "speculative_algorithm": "DSPARK", "speculative_num_draft_tokens": 4}
     server = fake(lambda body: sglang_events(body, DETAILS), pages={"/server_info": info})
     run = run_live({"a": [TALK]}, Endpoint(server.url, "sglang"), None, ALONE)
-    assert [one.histogram for one in run.samples] == [[1, 1, 0, 1]] * 2 and run.notes == [] and run.server == {}
+    assert [one.histogram for one in run.samples] == [[1, 1, 0, 1]] * 2 and run.notes == []
+    assert counted_figures(run.samples, run.counted) == ({}, [])
     acceptance = figures.acceptance(run.samples, 3, "server")
     assert acceptance.micro_length == pytest.approx(1 + 4 / 3)
 
 
 def test_a_server_that_tells_nothing_leaves_named_gaps(fake):
     run = run_live({"a": [TALK]}, Endpoint(fake(lambda body: openai_events()).url, "openai"), None, ALONE)
-    assert run.server == {} and all(one.rounds is None and one.histogram is None for one in run.samples)
+    assert all(one.rounds is None and one.histogram is None and one.looping is None for one in run.samples)
+    server, notes = counted_figures(run.samples, run.counted)
     gaps = ("estimated", "loop", "acceptance is not known")
-    assert len(run.notes) == len(gaps) and all(gap in note for gap, note in zip(gaps, run.notes))
+    assert server == {} and len([*run.notes, *notes]) == len(gaps)
+    assert all(gap in note for gap, note in zip(gaps, [*run.notes, *notes]))
 
 
 # Two that cannot be compared
@@ -299,6 +368,8 @@ def test_a_server_that_tells_nothing_leaves_named_gaps(fake):
 
 def test_servers_that_differ_are_refused(fake, plain, drafted):
     assert "gives another server" in refusal(SUITES, ours(drafted), ours(drafted), ALONE).replace("give ", "gives ")
+    named = Endpoint(drafted.url.replace("127.0.0.1", "localhost"), "dspark", field="baseline_endpoint")
+    assert "is the endpoint that is measured" in refusal(SUITES, ours(drafted), named, ALONE)
     one = fake(vllm_events, pages={"/version": {"version": "0.32.0"}})
     other = fake(vllm_events, pages={"/version": {"version": "0.31.0"}})
     said = refusal(SUITES, Endpoint(one.url, "vllm"), Endpoint(other.url, "vllm"), ALONE)
@@ -333,6 +404,23 @@ def test_mixed_tokenizers_are_refused(fake):
     with pytest.raises(DsparkError, match="baseline 3, endpoint 4"):
         check_prompt_tokens(samples)
     check_prompt_tokens([samples[0], Sample("s", "q", "endpoint", "server", turn=1, prompt_tokens=9)])
+
+
+def test_warm_prompts_are_told_of(fake):
+    def notes(baseline, endpoint):
+        sides = [Endpoint(fake(lambda body, n=n: openai_events(cached=n)).url, "openai") for n in (endpoint, baseline)]
+        return cache_notes(run_live({"a": SUITES["letters"]}, *sides, ALONE).samples)
+
+    warm, strong = "prompt tokens came from the server's prefix cache", "NOT COMPARABLE END TO END"
+    assert notes(0, 0) == []
+    silent = notes(None, None)
+    assert len(silent) == 2 and all("tells of no prompt tokens from its prefix cache" in note for note in silent)
+    both = notes(6, 6)
+    assert [f"a, {name}: 18 of 27 {warm}" in note for name, note in zip(("baseline", "endpoint"), both)] == [True] * 2
+    assert len(both) == 2 and "--no-enable-prefix-caching" in both[0]
+    one_sided = notes(0, 6)
+    assert len(one_sided) == 2 and strong in one_sided[1] and "0% of the baseline's" in one_sided[1]
+    assert any(strong in note for note in notes(6, None))
 
 
 def test_greedy_answers_that_differ_are_listed():

@@ -1,8 +1,9 @@
 """`dspark bench --endpoint`: the suites asked of live servers, on the client's clock.
 
-A closed loop keeps `concurrency` conversations going; an open loop begins them at a fixed rate, whatever the server
-does. With a baseline endpoint every group of prompts is asked of both, never at the same time, in an order that
-rotates. A prompt of several turns is one conversation on the server's own answers. Nothing is asked twice.
+A closed loop keeps `concurrency` conversations going, in blocks of a few times as many; an open loop begins them at a
+fixed rate, whatever the server does. With a baseline endpoint every group of prompts is asked of both, never at the
+same time, in an order that rotates. A prompt of several turns is one conversation on the server's own answers. Nothing
+is asked twice.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
 from dspark.bench.endpoint import AskSettings, Endpoint, Reply
-from dspark.bench.endpoint_metrics import Counters, Received, counted_acceptance, difference, read_counters
-from dspark.bench.live_pairs import BASELINE, ENDPOINT, check_counts, check_prompt_tokens, check_same, place
-from dspark.bench.report import Acceptance
+from dspark.bench.endpoint_metrics import Counters, difference, read_counters
+from dspark.bench.live_pairs import (
+    BASELINE,
+    ENDPOINT,
+    Unit,
+    check_counts,
+    check_prompt_tokens,
+    check_same,
+    check_unchanged,
+    place,
+)
 from dspark.bench.samples import Sample
 from dspark.data.prompts import Prompt
 from dspark.data.rows import detect_loop
@@ -27,10 +37,10 @@ from dspark.errors import DsparkError
 
 WARM_UP = "Count from one to ten."
 WARM_UP_TOKENS = 16
+BLOCK = 4
+"""Conversations of a block, in units of the concurrency: enough to keep it up for most of the time."""
 SETTLE_SECONDS = 0.1
 """Counters are read again after so long, until two readings agree: engines write them behind the answers."""
-Unit = tuple[str, int, str]
-"""(suite, group, drafter): what is asked and kept in one piece."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +81,32 @@ class LiveSettings:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each question is a group of its own, and a pair of figures; else a suite is one group."""
+        """Whether each question is a group of its own, and a pair of figures."""
         return self.batch == 1
+
+    def sizes(self, prompts: int) -> list[int]:
+        """How many conversations each group of a suite has: 1, a block of a closed loop, or all of an open one. A last
+        block that cannot fill the loop goes into the one before it."""
+        if self.rate is not None:
+            return [prompts] if prompts else []
+        size = 1 if self.one_by_one else BLOCK * self.concurrency
+        full, rest = divmod(prompts, size)
+        sizes = [size] * full + [rest] * (rest > 0)
+        if full and 0 < rest < self.concurrency:
+            sizes[-2:] = [size + rest]
+        return sizes
 
 
 @dataclass
 class LiveRun:
-    """What a run gave. server: suite -> drafter -> what its counters tell, of the requests of this run alone;
-    about: drafter -> what the server says of itself."""
+    """What a run gave. counted: what counters counted while a group was asked (`live_pairs.counted_figures`);
+    about: drafter -> what the server says of itself; on_note: told of every note."""
 
     samples: list[Sample] = field(default_factory=list)
-    server: dict[str, dict[str, Acceptance]] = field(default_factory=dict)
+    counted: dict[Unit, Counters] = field(default_factory=dict)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    on_note: Callable[[str], None] = lambda text: None
 
     @property
     def failures(self) -> list[str]:
@@ -94,6 +117,7 @@ class LiveRun:
         """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
+            self.on_note(text)
 
 
 def run_live(
@@ -104,29 +128,36 @@ def run_live(
     on_progress: Callable[[Sample], None] = lambda sample: None,
     journal: Callable[[list[Sample]], None] = lambda samples: None,
     done: Collection[Unit] = frozenset(),
+    told: Callable[[Unit, Counters], None] = lambda unit, counted: None,
+    noted: Callable[[str], None] = lambda text: None,
 ) -> LiveRun:
     """Ask the suites. on_progress: told of every request that ended; journal: given every finished group at once;
-    done: groups of an earlier run, which are not asked again and not in the result.
+    done: groups of an earlier run, which are not asked again and not in the result; told: given what was counted while
+    a group was asked, before the journal has the group; noted: given every note.
 
-    Raises DsparkError when a server is not there, two servers differ in more than speculation, they read the same
-    request as different numbers of tokens, or one was restarted on the way.
+    Raises DsparkError when a server is not there, two servers differ in more than speculation or they read the same
+    request as different numbers of tokens; ServerChanged when one is not the same any more on the way.
     """
     sides = {BASELINE: baseline, ENDPOINT: endpoint}
-    run = LiveRun()
+    run = LiveRun(on_note=noted)
     servers = {name: server for name, server in sides.items() if server is not None}
-    if baseline is not None and baseline.url == endpoint.url:
+    if baseline is not None and baseline.is_same(endpoint):
         raise DsparkError(baseline.field, baseline.url, "is the endpoint that is measured; give another server")
     for name, server in servers.items():
         if settings.ask.thinking is not None and server.engine == "dspark":
             raise DsparkError("thinking", settings.ask.thinking, "`dspark serve` takes no chat_template_kwargs")
-        server.check()
-        run.about[name] = server.describe()
+        run.about[name] = server.check()
     if baseline is not None:
         for text in check_same(run.about[BASELINE], run.about[ENDPOINT]):
             run.note(text)
         if baseline.speculates:
             run.note("the baseline drafts, too: ratios are over it and not over plain decoding")
-    asyncio.run(_Asker(servers, settings, on_progress, journal, done, run).all(suites))
+    if settings.concurrency > 1:
+        run.note(
+            f"{settings.concurrency} conversations at once, in blocks of {BLOCK} times as many: tokens a second "
+            "include the end of each block, where fewer are under way"
+        )
+    asyncio.run(_Asker(servers, settings, on_progress, journal, done, run, told).all(suites))
     return run
 
 
@@ -140,10 +171,13 @@ class _Asker:
     journal: Callable[[list[Sample]], None]
     done: Collection[Unit]
     run: LiveRun
+    told: Callable[[Unit, Counters], None]
     _busy: int = 0
     _most: int = 0
 
     async def all(self, suites: Mapping[str, Sequence[Prompt]]) -> None:
+        if not any(self._left(suite, prompts[: self.settings.limit]) for suite, prompts in suites.items()):
+            return
         async with AsyncExitStack() as stack:
             for server in self.servers.values():
                 await stack.enter_async_context(server)
@@ -167,12 +201,12 @@ class _Asker:
         return [] if system is None else [{"role": "system", "content": system}]
 
     async def _suite(self, number: int, suite: str, prompts: Sequence[Prompt]) -> None:
-        """Every group of a suite that was not asked yet, of every server in turn, and its counters around them."""
-        units = [(index, name) for index, _ in self._groups(prompts) for name in self.servers]
-        if all((suite, index, name) in self.done for index, name in units):
+        """Every group of a suite that was not asked yet, of every server in turn, and its counters around each."""
+        if not self._left(suite, prompts):
             return
+        for name, server in self.servers.items():
+            check_unchanged(name, self.run.about[name], await asyncio.to_thread(server.check))
         before = {name: await self._counters(name) for name in self.servers}
-        asked: dict[str, list[Sample]] = {name: [] for name in self.servers}
         for index, questions in self._groups(prompts):
             found: list[Sample] = []
             names = list(self.servers)
@@ -182,19 +216,20 @@ class _Asker:
                 samples = await self._group(name, suite, index, questions)
                 found += samples
                 check_prompt_tokens(found)
-                asked[name] += samples
+                before[name] = await self._count((suite, index, name), before[name], samples)
                 self.run.samples += samples
                 self.journal(samples)
-        for name, samples in asked.items():
-            await self._tell(name, suite, before[name], samples)
+
+    def _left(self, suite: str, prompts: Sequence[Prompt]) -> bool:
+        """Whether anything of a suite was not asked yet."""
+        units = ((suite, index, name) for index, _ in self._groups(prompts) for name in self.servers)
+        return any(unit not in self.done for unit in units)
 
     def _groups(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, list[tuple[int, Prompt]]]]:
         """(group, its (place in the suite, prompt))."""
-        numbered = list(enumerate(prompts))
-        if self.settings.one_by_one:
-            yield from ((index, [(index, prompt)]) for index, prompt in numbered)
-        elif numbered:
-            yield 0, numbered
+        numbered = iter(enumerate(prompts))
+        for group, size in enumerate(self.settings.sizes(len(prompts))):
+            yield group, list(islice(numbered, size))
 
     # Requests
 
@@ -272,12 +307,14 @@ class _Asker:
             sample.error = reply.error
             return
         sample.prompt_tokens, sample.output_tokens = reply.prompt_tokens, reply.output_tokens
+        sample.cached_tokens = reply.cached_tokens
         sample.finish, sample.text = reply.finish, reply.reasoning + reply.text
         sample.rounds, sample.histogram = reply.rounds, reply.histogram
         sample.seconds, sample.arrivals = reply.seconds, reply.arrivals or []
         if not reply.exact:
             self.run.note(f"{sample.drafter}: tokens of a chunk are estimated by its share of the answer's characters")
         if reply.output_ids is None:
+            sample.looping = None
             self.run.note(f"{sample.drafter}: the server tells no token ids, so answers that loop are not recognised")
             return
         sample.output_ids = reply.output_ids
@@ -299,23 +336,17 @@ class _Asker:
             last = now
         return last
 
-    async def _tell(self, name: str, suite: str, before: Counters, samples: Sequence[Sample]) -> None:
-        """What the counters say of a suite's requests, with notes; a gap where they say nothing."""
-        server, answered = self.servers[name], [one for one in samples if one.error is None]
-        if not answered or server.speculates is False:
-            return
+    async def _count(self, unit: Unit, before: Counters, samples: Sequence[Sample]) -> Counters:
+        """Keep what was counted since a reading, and the new reading. Raises ServerChanged for a restart."""
+        suite, _, name = unit
+        server = self.servers[name]
+        if server.speculates is False or all(one.error is not None for one in samples):
+            return before
         try:
             after = await self._counters(name)
         except DsparkError as error:
-            self.run.note(f"{suite}, {name}: no counters after the suite ({error})")
-            return
-        questions = len({one.question for one in answered})
-        tokens = sum(one.output_tokens for one in answered)
-        received = Received(questions, len(answered), tokens, len(answered) == len(samples))
-        acceptance, notes = counted_acceptance(difference(before, after, server.url), received)
-        if acceptance is not None:
-            self.run.server.setdefault(suite, {})[name] = acceptance
-        if any(one.rounds is not None or one.histogram is not None for one in answered) and acceptance is None:
-            return  # it tells with every answer
-        for text in notes:
-            self.run.note(f"{suite}, {name}: {text}")
+            self.run.note(f"{suite}, {name}: no counters after an answer ({error})")
+            return before
+        self.run.counted[unit] = difference(before, after, server.url)
+        self.told(unit, self.run.counted[unit])
+        return after

@@ -1,4 +1,5 @@
-"""A baseline and an endpoint side by side: whether the two can be compared, and whether they say the same."""
+"""A baseline and an endpoint side by side: whether the two can be compared, whether they say the same, and what their
+counters and caches tell."""
 
 from __future__ import annotations
 
@@ -6,9 +7,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dspark.bench.endpoint_metrics import (
+    Counters,
+    Received,
+    ServerChanged,
+    added,
+    counted_acceptance,
+    foreign_traffic,
+)
+from dspark.bench.report import Acceptance
 from dspark.bench.samples import Sample
 from dspark.errors import DsparkError
 
+Unit = tuple[str, int, str]
+"""(suite, group, drafter): what is asked and kept in one piece."""
 BASELINE, ENDPOINT = "baseline", "endpoint"
 MUST_AGREE = ("engine", "model", "root", "max_model_len", "version")
 MAY_DIFFER = frozenset((
@@ -16,6 +28,8 @@ MAY_DIFFER = frozenset((
     "mem_fraction_static", "schedule_policy", "disable_cuda_graph", "disable_overlap_schedule",
 ))  # fmt: skip
 """Settings that an engine itself changes when it speculates, or that change no answer: a difference is a note."""
+CACHE_SHARE = 0.05
+"""Difference in the prompt tokens that two servers need not read from which on their speeds end to end say nothing."""
 
 
 def check_same(baseline: Mapping[str, Any], endpoint: Mapping[str, Any]) -> list[str]:
@@ -32,6 +46,86 @@ def check_same(baseline: Mapping[str, Any], endpoint: Mapping[str, Any]) -> list
             remedy = f"the baseline has {one!r}; compare servers that differ in speculation only"
             raise DsparkError(name, other, remedy)
         notes.append(f"{name} differs between the servers: baseline {one!r}, endpoint {other!r}")
+    return notes
+
+
+def facts(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server says of itself (`Endpoint.describe`) but for its address, one value a name."""
+    groups = ("settings", "speculative")
+    parts = {f"{group} {name}": value for group in groups for name, value in about[group].items()}
+    return {name: about[name] for name in MUST_AGREE} | parts
+
+
+def check_unchanged(side: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ServerChanged naming what a server says otherwise than when the run began. What it does not tell (once)
+    has not changed."""
+    then, told = facts(before), facts(now)
+    for name, value in then.items():
+        if None not in (value, told.get(name)) and told[name] != value:
+            remedy = f"was {value!r} when the run began: another server answers at {now['url']}"
+            raise ServerChanged(f"{side} {name}", told[name], remedy)
+
+
+def counted_figures(
+    samples: Iterable[Sample], counted: Mapping[Unit, Counters]
+) -> tuple[dict[tuple[str, str], Acceptance], list[str]]:
+    """(what counters tell by suite and drafter, notes), from what they counted while each group was asked: a gap where
+    they tell nothing, and no notes where the answers themselves tell of their rounds."""
+    table: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for one in samples:
+        table[one.suite, one.drafter].append(one)
+    figures: dict[tuple[str, str], Acceptance] = {}
+    notes: list[str] = []
+    for (suite, name), asked in table.items():
+        answered = [one for one in asked if one.error is None]
+        covered = [one for one in answered if (suite, one.group, name) in counted]
+        if not covered:
+            continue
+        total = added(counted[suite, group, name].rows() for group in dict.fromkeys(one.group for one in covered))
+        tokens, complete = sum(one.output_tokens for one in covered), len(answered) == len(asked)
+        received = Received(len({one.question for one in covered}), len(covered), tokens, complete)
+        acceptance, said = counted_acceptance(total, received)
+        if acceptance is not None:
+            figures[suite, name] = acceptance
+        if all(one.rounds is not None or one.histogram is not None for one in answered):
+            said = foreign_traffic(total, received) if complete else []
+        elif len(covered) < len(answered):
+            said.append(f"its counters cover {len(covered)} of {len(answered)} answers")
+        notes += [f"{suite}, {name}: {text}" for text in said]
+    return figures, notes
+
+
+def cache_notes(samples: Iterable[Sample]) -> list[str]:
+    """What the servers' prefix caches did to the speeds, by suite and side. One that is silent beside one that tells is
+    taken to have read everything."""
+    table: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for one in samples:
+        if one.error is None:
+            table[one.suite][one.drafter].append(one)
+    every = [one for sides in table.values() for found in sides.values() for one in found]
+    tell = {one.drafter for one in every if one.cached_tokens is not None}
+    notes = [
+        f"{name}: the server tells of no prompt tokens from its prefix cache: there were none, or it does not tell "
+        "(vLLM does with --enable-prompt-tokens-details, SGLang with --enable-cache-report)"
+        for name in sorted({one.drafter for one in every} - tell)
+    ]
+    for suite, sides in table.items():
+        shares = dict[str, float]()
+        for name, found in sides.items():
+            cached, read = sum(one.cached_tokens or 0 for one in found), sum(one.prompt_tokens for one in found)
+            shares[name] = cached / read if read else 0.0
+            if cached:
+                notes.append(
+                    f"{suite}, {name}: {cached} of {read} prompt tokens came from the server's prefix cache, so time "
+                    "to first token and end-to-end speed are of warm prompts; turn it off (dspark serve "
+                    "--no-prefix-cache, vLLM --no-enable-prefix-caching, SGLang --disable-radix-cache)"
+                )
+        if len(shares) == 2 and abs(shares[BASELINE] - shares[ENDPOINT]) > CACHE_SHARE:
+            notes.append(
+                f"{suite}: NOT COMPARABLE END TO END: {shares[BASELINE]:.0%} of the baseline's prompt tokens came from "
+                f"its prefix cache and {shares[ENDPOINT]:.0%} of the endpoint's; of the speedups only that of decoding "
+                "alone is of the same work"
+            )
     return notes
 
 
