@@ -34,7 +34,9 @@ def pair(tiny_llama_folder: Path, draft: DSparkDraft, tmp_path: Path) -> list[st
 
 def test_three_reports_and_nothing_is_done_twice(run: Run, pair: list[str], tmp_path: Path) -> None:
     code, out, _ = run("bench", *pair)
-    assert code == 0 and [line.rsplit("/", 1)[1] for line in out.split()] == ["report.json", "report.md", "report.html"]
+    assert code == 0
+    assert [line.rsplit("/", 1)[1] for line in out.split()[:3]] == ["report.json", "report.md", "report.html"]
+    assert "Same tokens" in out and "d n = 7" in out
     report = read_report(tmp_path / "out")
     assert [one.name for one in report.drafters] == ["plain", "d n = 3", "d n = 7"]
     assert [(one.name, one.questions, one.speed_questions) for one in report.suites] == [
@@ -108,14 +110,15 @@ def test_transformers_own_dflash_is_a_column(run: Run, pair: list[str], draft: D
         (["--suite=gsm9k"], "suite = 'gsm9k': is no suite; did you mean gsm8k"),
         (["--suite="], "suite = ''"),
         (["--draft=nonsense"], "draft = 'nonsense': must be NAME=PATH"),
-        (["--draft=d=nowhere"], "draft = 'nowhere': is not a folder"),
+        (["--draft=e=nowhere"], "draft = 'nowhere': is not a folder"),
         (["--n=0"], "n = '0'"),
         (["--batch=1,1"], "batch = '1,1'"),
         (["--max-tokens=1"], "max_tokens = 1"),
         (["--temperature=1"], "seed = None"),
         (["--data=nowhere"], "data = 'nowhere': no such folder"),
-        (["--baseline-endpoint=http://127.0.0.1:9"], "needs an --endpoint"),
-        (["--endpoint=http://127.0.0.1:9"], "cannot be reached"),
+        (["--baseline-endpoint=http://127.0.0.1:9"], "means nothing when this process is measured"),
+        (["--concurrency=2"], "concurrency = 2: means nothing when this process is measured"),
+        (["--endpoint=http://127.0.0.1:9"], "means nothing when a live engine is measured"),
         (["--transformers=other"], "transformers = 'other': must be one of the drafts: d"),
         (["--transformers=d"], "must be a DFlash draft"),
     ],
@@ -144,7 +147,8 @@ def servers(target: TransformersTarget, draft: DSparkDraft) -> Iterator[tuple[Li
 
 def test_live_engines(run: Run, pair: list[str], tmp_path: Path, servers: tuple[Live, Live]) -> None:
     plain, drafted = servers
-    options = [*pair, f"--endpoint={drafted.url}", f"--baseline-endpoint={plain.url}", "--engine=dspark"]
+    common = [one for one in pair if not one.startswith(("--target", "--draft", "--speed-limit"))]
+    options = [*common, f"--endpoint={drafted.url}", f"--baseline-endpoint={plain.url}", "--engine=dspark"]
     assert run("bench", *options)[0] == 0
     report = read_report(tmp_path / "out")
     assert (report.kind, report.baseline, [one.name for one in report.drafters]) == (
@@ -160,3 +164,10 @@ def test_live_engines(run: Run, pair: list[str], tmp_path: Path, servers: tuple[
     before = (tmp_path / "out" / "samples.jsonl").read_bytes()
     assert run("bench", *options)[0] == 0
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == before
+
+
+def test_a_dead_endpoint_is_told_before_anything_is_written(run: Run, pair: list[str], tmp_path: Path) -> None:
+    common = [one for one in pair if not one.startswith(("--target", "--draft", "--speed-limit"))]
+    code, _, error = run("bench", *common, "--endpoint=http://127.0.0.1:9")
+    assert code == 2 and error.startswith("error: endpoint = ") and "cannot be reached" in error
+    assert not (tmp_path / "out").exists()

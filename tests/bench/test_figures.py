@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspark.bench.figures import acceptance, changes, macro_length, overall, speed
-from dspark.bench.report import Column, Drafter, Ratio, Speed, SuiteReport
+from dspark.bench.report import Column, Drafter, Overall, Ratio, Speed, SuiteReport
 from dspark.bench.samples import Sample
 from dspark.decoding.request import Round
 
@@ -107,6 +107,50 @@ def test_speed_is_a_ratio_of_sums_over_the_same_groups() -> None:
     assert alone is not None and alone.speedup is None
 
 
+def test_pairs_are_resampled_together() -> None:
+    """Groups of any size that are all twice as fast leave nothing to chance, so long as each meets its own partner."""
+    plain = [timed(str(i), i, 1.0 + i * i, 10 + 7 * i) for i in range(6)]
+    mine = [timed(str(i), i, (1.0 + i * i) / 2, 10 + 7 * i, "mine") for i in range(6)]
+    found = speed(mine[::-1], plain)
+    assert found is not None and found.speedup is not None and found.speedup.low is not None
+    assert (found.speedup.low, found.speedup.value, found.speedup.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_a_failure_takes_its_whole_group_out() -> None:
+    plain = [timed("a", 0, 4.0, 10, batch=2), timed("b", 0, 4.0, 30, batch=2)]
+    mine = [timed("a", 0, 1.0, 10, "mine", 2), timed("b", 0, 1.0, 30, "mine", 2)]
+    mine[1].error, mine[1].seconds = "reset", None
+    found = speed(mine, plain)
+    assert found is not None and found.speedup is None and found.tokens_per_s is None and found.failed == 1
+
+
+def test_an_answer_that_came_in_one_piece_has_no_gaps() -> None:
+    one = timed("a", 0, 1.5, 11)
+    one.streamed = False
+    found = speed([one], None)
+    assert found is not None and found.inter_token is None and found.time_per_token is not None
+
+
+def test_loops_that_cannot_be_known_leave_no_figure_without_them() -> None:
+    one = answer("a", 3)
+    one.looping = None
+    found = acceptance([one, answer("b", 1)], 3, "server")
+    assert found.macro_length == 3.0 and found.looping == 0
+    assert found.macro_length_without_loops is None and found.micro_length_without_loops is None
+
+
+def test_the_bonus_counts_in_depth() -> None:
+    found = acceptance([answer("a", 1, 0, prompt=510)], 3, "replay")
+    assert [(one.label, one.rounds) for one in found.by_context_depth] == [("0-512", 1), ("512-1K", 1)]
+
+
+def test_a_question_of_two_turns_is_in_the_bucket_of_its_mean_length() -> None:
+    turns = [answer("a", 3), answer("a", 1, turn=1)]
+    turns[0].output_tokens, turns[1].output_tokens = 1000, 1100
+    found = acceptance(turns, 3, "replay")
+    assert [one.questions for one in found.by_output_length][:2] == [0, 1]
+
+
 def test_a_group_with_a_failure_is_in_no_ratio() -> None:
     plain = [timed("a", 0, 2.0, 10), timed("b", 1, 4.0, 10)]
     mine = [timed("a", 0, 1.0, 10, "mine"), timed("b", 1, 1.0, 10, "mine")]
@@ -140,3 +184,23 @@ def test_means_over_suites_are_unweighted_and_leave_out_what_is_apart() -> None:
     (change,) = changes(drafters, table)
     assert (change.draft, change.low_n, change.high_n, change.change) == ("mine", 3, 7, 0.0)
     assert overall([*suites, suite("d", None)], drafters, "plain")[1].mean_speedup is None
+
+
+def test_means_are_at_the_smallest_batch() -> None:
+    one = suite("a", 1.5)
+    for name in ("mine n = 3", "mine n = 7"):
+        one.columns[name].speed.append(
+            one.columns[name].speed[0].model_copy(update={"batch": 4, "speedup": Ratio(value=9)})
+        )
+    table = overall([one], [Drafter(name="mine n = 3", kind="dspark", n=3)], "plain")
+    assert (table[0].mean_speedup, table[0].batch) == (1.5, 1)
+
+
+def test_every_draft_is_in_the_table_of_widths() -> None:
+    drafters = [Drafter(name=f"mine n = {n}", kind="dspark", n=n) for n in (3, 7)]
+    drafters += [Drafter(name="flash n = 7", kind="dflash", n=7)]
+    drafters += [Drafter(name="flash in Transformers n = 7", kind="transformers-dflash", n=7)]
+    table = [Overall(drafter=one.name, suites=1, mean_speedup=float(one.n or 0)) for one in drafters]
+    found = changes(drafters, table)
+    assert [(one.draft, one.low, one.high) for one in found] == [("mine", 3.0, 7.0), ("flash", None, 7.0)]
+    assert changes(drafters[1:3], table) == []

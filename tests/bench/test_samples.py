@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspark.bench.samples import Journal, Sample
+from dspark.bench.samples import Journal, Sample, unit_key
 from dspark.decoding.request import Round
 from dspark.errors import DsparkError
 
@@ -60,7 +60,29 @@ def test_results_of_others_are_refused_by_field(
     assert (tmp_path / "samples.jsonl").read_text() == "".join(written)
 
 
-@pytest.mark.parametrize("header", ["", '{"limit": 4', "[]\n", "{}}\n", "[" * 9999 + "\n", "\x00\n"])
+@pytest.mark.parametrize("begun", ["", '{"limit": 4', '{"limit": 4, "drafters": [["plain", null]]}'])
+def test_killed_while_it_wrote_its_header_it_begins_anew(tmp_path: Path, begun: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(begun)
+    Journal(path, SETTINGS).add("maths a", [sample("a")])
+    assert list(Journal(path, SETTINGS).samples()) == [sample("a")]
+
+
+def test_facts_are_kept_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    journal = Journal(path, SETTINGS)
+    journal.keep("counters", [1])
+    journal.add("maths a", [sample("a")])
+    journal.keep("counters", [1, 2])
+    again = Journal(path, SETTINGS)
+    assert again.facts == {"counters": [1, 2]} and list(again.done) == ["maths a"]
+
+
+def test_no_two_units_share_a_key() -> None:
+    assert unit_key("a", "acceptance", "x acceptance y") != unit_key("a acceptance x", "acceptance", "y")
+
+
+@pytest.mark.parametrize("header", ['{"limit": 5', "[]\n", "{}}\n", "[" * 9999 + "\n", "\x00\n"])
 def test_a_damaged_header_is_no_other_setting(tmp_path: Path, header: str) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(header)

@@ -58,25 +58,38 @@ def column(length: float, low: float | None) -> dict[str, Any]:
     speed = {"value": 1.5, "low": low, "high": None if low is None else 1.75, "level": 0.95}
     rates = [{"rate": 0.5}, {"rate": None}]
     acceptance = {"macro_length": length, "macro_length_without_loops": length - 0.25, "conditional": rates}
-    return {"acceptance": acceptance, "speed": [{"speedup": speed, "decode_speedup": speed}]}
+    return {
+        "acceptance": acceptance,
+        "speed": [{"speedup": speed, "decode_speedup": speed}],
+        "compared": 20,
+        "replay_checked": 20,
+    }
 
 
 def figures(digest: str | None = None, draft: str = "best") -> dict[str, Any]:
     """What matters of a report.json, with the columns of one draft."""
     own = [
-        {"name": f"mine n = {n}", "n": n, "draft": draft, "weights_sha256": digest, "trained_on": True} for n in (3, 7)
+        {
+            "name": f"mine n = {n}",
+            "kind": "dspark",
+            "n": n,
+            "draft": draft,
+            "weights_sha256": digest,
+            "trained_on": True,
+        }
+        for n in (3, 7)
     ]
+    peer = {**own[1], "name": "mine in Transformers n = 7", "kind": "transformers-dflash"}
     suite = {
         "name": "maths",
         "questions": 40,
         "speed_questions": 15,
         "looping": 3,
         "apart": False,
-        "ties": [],
+        "ties": ["tie: q, other n = 3, token 4: 5 where plain decoding gave 6"],
         "not_lossless": [],
-        "replay_checked": 40,
         "replay_ties": [],
-        "replay_faults": [],
+        "replay_faults": ["REPLAY DIFFERS: q, other n = 3, round 2"],
         "columns": {"plain": {}, "mine n = 3": column(2.25, 1.25), "mine n = 7": column(2.75, None)},
     }
     mean = {"suites": 1, "mean_macro_length": 2.25, "mean_macro_length_without_loops": 2.0, "mean_speedup": 1.5}
@@ -84,14 +97,16 @@ def figures(digest: str | None = None, draft: str = "best") -> dict[str, Any]:
         "target": "/home/x/tiny",
         "settings": {"dtype": "float32", "threads": 2},
         "machine": {"processor": "Abacus"},
-        "drafters": [{"name": "plain", "n": 0}, *own],
+        "format": "dspark-bench",
+        "version": 1,
+        "drafters": [{"name": "plain", "n": 0}, *own, peer],
         "suites": [suite],
         "overall": [{"drafter": "plain", **mean}, {"drafter": "mine n = 3", **mean}],
     }
 
 
 def of_the_draft(report: dict[str, Any]) -> dict[str, Any]:
-    return {**report, "drafters": report["drafters"][1:]}
+    return {**report, "drafters": report["drafters"][1:3]}
 
 
 def test_everything_recorded_is_in_the_card(make_config) -> None:
@@ -125,10 +140,22 @@ def test_everything_recorded_is_in_the_card(make_config) -> None:
         "target tiny in float32",
         "Replay equals served on 40 of 40 answers",
         "0 of 40 prompts are in the draft's training set",
-        "All ids equal plain decoding's.",
+        "All ids of 40 timed answers equal plain decoding's.",
     ):
         assert line in text, line
     assert "/home" not in text
+
+
+def test_what_was_not_compared_is_not_claimed(make_config) -> None:
+    report = of_the_draft(figures())
+    suite = report["suites"][0]
+    for name in ("mine n = 3", "mine n = 7"):
+        suite["columns"][name] |= {"compared": 0, "replay_checked": 0}
+    text = card.model_card(make_config(), TRAINING, report)
+    assert "were not compared with plain decoding's" in text and "on 0 of 0 answers" in text
+    suite["columns"]["mine n = 7"]["compared"] = 8
+    suite["not_lossless"] = ["NOT LOSSLESS: q, mine n = 7, token 1"]
+    assert "0 at ties of the target, 1 others, of 8" in card.model_card(make_config(), TRAINING, report)
 
 
 def test_what_is_not_known_is_said_so(make_config) -> None:
@@ -185,8 +212,12 @@ def test_only_figures_of_these_weights_are_shipped(make_draft, tmp_path: Path, c
         assert card.main([str(folder), "--measured", str(measured)]) == 2
         assert "measured = " in capsys.readouterr().err
     assert (there / CARD_FILE).read_text() == "as it was" and not (folder / CARD_FILE).exists()
-    measured.write_text("[" * 9999)
-    assert card.main([str(folder), "--measured", str(measured)]) == 2
+    peers = figures(weights_sha256(make_draft()))
+    peers["drafters"] = peers["drafters"][3:]
+    own = json.dumps(figures(weights_sha256(make_draft())))
+    for text in ("[" * 9999, json.dumps(peers), own.replace('"version": 1', '"version": 2'), own.replace("1.5", "NaN")):
+        measured.write_text(text)
+        assert card.main([str(folder), "--measured", str(measured)]) == 2
 
 
 def test_commands(make_draft, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def _part(
         speed_questions=len({one.question for one in samples if one.seconds is not None}),
         shortest_prompt=min((one.prompt_tokens for one in answers if one.prompt_tokens), default=None),
         longest_prompt=max((one.prompt_tokens for one in answers), default=0) or None,
-        looping=sum(one.looping for one in answers),
+        looping=sum(bool(one.looping) for one in answers),
         apart=apart,
         flagged=trained,
         ties=[line for one in samples for line in one.ties],
@@ -146,7 +146,8 @@ def _column(suite: Suite, samples: Sequence[Sample], drafter: Drafter, found: Fi
     if drafter.n != 0 and (replayed or timed):
         counted = replayed or [one for one in timed if one.batch == min(other.batch for other in timed)]
         parts = {one.id: part for one in suite.prompts if (part := partition_of(one.id)) is not None}
-        accepted = acceptance(counted, drafter.n or 0, counted[0].source, parts)
+        widest = max((r.scheduled for one in counted for r in one.rounds or ()), default=0)
+        accepted = acceptance(counted, drafter.n or widest, counted[0].source, parts)
         accepted = accepted if accepted.requests else None  # the engine does not tell with every answer
     accepted = accepted or found.server.get((name, drafter.name))
     speeds = []
@@ -157,7 +158,13 @@ def _column(suite: Suite, samples: Sequence[Sample], drafter: Drafter, found: Fi
             base = [one for one in base if one.seconds is not None or one.error is not None]
         one_speed = speed([one for one in timed if one.batch == batch], base)
         speeds += [one_speed] if one_speed is not None else []
-    return Column(acceptance=accepted, speed=speeds, failed=sum(one.error is not None for one in own))
+    return Column(
+        acceptance=accepted,
+        speed=speeds,
+        failed=sum(one.error is not None for one in own),
+        compared=sum(bool(one.output_ids) for one in timed) if drafter.name != found.baseline else 0,
+        replay_checked=sum(one.replay_checked for one in own),
+    )
 
 
 def _answers(suite: Suite, found: Findings, texts: int) -> list[Answer]:
@@ -170,11 +177,12 @@ def _answers(suite: Suite, found: Findings, texts: int) -> list[Answer]:
         plain = next((one for one in turns if one.drafter == found.baseline and one.output_ids), None)
         for drafter in found.drafters:
             own = [one for one in turns if one.drafter == drafter.name and one.rounds]
-            own.sort(key=lambda one: one.source != "served" or bool(one.ties or one.faults))
+            own = [one for one in own if not (one.ties or one.faults)]  # those rounds are of another answer
+            own.sort(key=lambda one: one.source != "served")
             rounds = own[0].rounds if own else None
             if plain is None or not drafter.n or rounds is None:
                 continue
-            run = Run(drafter.name, prompt.id, plain.output_ids, plain.finish, rounds, plain.looping)
+            run = Run(drafter.name, prompt.id, plain.output_ids, plain.finish, rounds, bool(plain.looping))
             shown.append(
                 Answer(
                     suite=suite.name,

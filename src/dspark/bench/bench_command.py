@@ -26,6 +26,7 @@ from dspark.bench.longcontext import LongPrompt, prompt_room, span, write_longco
 from dspark.bench.markdown import report_markdown
 from dspark.bench.prompts import Suite, load_suites
 from dspark.bench.report import Report, write_report
+from dspark.bench.report_commands import show_report
 from dspark.bench.report_page import write_report_page
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import write_text
@@ -37,11 +38,18 @@ from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
 
 console = Console()
+IN_PROCESS = (
+    "draft", "n", "target", "storage", "speed_limit", "batch", "template", "long_tokens", "long_questions", "texts",
+    "transformers",
+)  # fmt: skip
+LIVE = ("engine", "baseline_endpoint", "model", "api_key", "concurrency", "rate", "timeout")
+"""Options of one kind of run only."""
 LONG = "ruler-v2"
 SUITES = "gsm8k,math500,humaneval,mbpp,livecodebench,aime25"
 
 
 def bench_command(
+    context: typer.Context,
     suite: Annotated[str, typer.Option(help="Names with commas between them.")] = SUITES,
     data: Annotated[Path | None, typer.Option(help="Folder of <suite>.jsonl; without it, the public sets.")] = None,
     draft: Annotated[
@@ -53,8 +61,8 @@ def bench_command(
     storage: Annotated[
         Literal["exact", "bfloat16", "float16", "int8"], typer.Option(help="How the target's weights are kept.")
     ] = "exact",
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of each suite, for acceptance.")] = 20,
-    speed_limit: Annotated[int, typer.Option(min=0, help="Of these, how many are timed.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each suite.")] = 20,
+    speed_limit: Annotated[int, typer.Option(min=0, help="Of these, how many are timed here.")] = 5,
     shuffle: Annotated[int | None, typer.Option(help="Seed of their order; without it, file order.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Answer tokens at most.")] = 192,
     batch: Annotated[str, typer.Option(help="Requests in flight while timed: numbers with commas.")] = "1",
@@ -85,13 +93,12 @@ def bench_command(
     ),
 ) -> None:
     """Drafters side by side on prompt suites: acceptance by replay, speed on the clock, a report."""
+    _refuse_strangers(context, live=endpoint is not None)
     names = [name.strip() for name in suite.split(",")]
     chosen: dict[str, Any] = {"suites": names, "limit": limit, "shuffle": shuffle}
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
     settings = BenchSettings(max_tokens, speed_limit, parse_numbers("batch", batch), sampling, system_prompt)
     drafts = [parse_draft(text, parse_numbers("n", n)) for text in draft or ["dspark=embedded"]]
-    if baseline_endpoint is not None and endpoint is None:
-        raise DsparkError("baseline_endpoint", baseline_endpoint, "needs an --endpoint to compare with it")
     suites, missing = load_suites(names, data, limit=limit, shuffle=shuffle)
     with lock_for_writing(out, "out"), _interruptible():
         if endpoint is not None:
@@ -111,7 +118,8 @@ def bench_command(
             renderer = ChatRenderer(loaded.tokenizer, thinking, template)
             answers: dict[str, tuple[str, ...]] = {}
             if any(one.name == LONG for one in missing):
-                written = _long(loaded, renderer, settings, long_tokens, long_questions)
+                written = _long(loaded, renderer, settings, long_tokens, long_questions)[:limit]
+                chosen |= {"long_tokens": written[0].tokens, "long_questions": long_questions}
                 suites, missing = [*suites, _suite(written)], [one for one in missing if one.name != LONG]
                 answers = {one.prompt.id: one.answers for one in written}
             contenders = engine_contenders(loaded, drafts, transformers)
@@ -128,6 +136,8 @@ def bench_command(
                     chosen=chosen, progress=advance, texts=texts, answers=answers,
                 )  # fmt: skip
         write_reports(report, out)
+    console.print()
+    show_report(report)
     if endpoint is None and any(one.not_lossless or one.replay_faults for one in report.suites):
         raise typer.Exit(1)
 
@@ -139,6 +149,15 @@ def write_reports(report: Report, out: Path) -> None:
     write_report_page(report, out / "report.html")
     for name in ("report.json", "report.md", "report.html"):
         console.print(str(out / name), markup=False, highlight=False, soft_wrap=True)
+
+
+def _refuse_strangers(context: typer.Context, live: bool) -> None:
+    """Raises DsparkError for an option that means nothing in this kind of run."""
+    kind = "a live engine" if live else "this process"
+    for name in IN_PROCESS if live else LIVE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise DsparkError(name, context.params[name], f"means nothing when {kind} is measured; leave it out")
 
 
 def _switch(thinking: str | None) -> bool | None:

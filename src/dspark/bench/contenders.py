@@ -13,6 +13,7 @@ from torch import Tensor
 from dspark.bench.report import Drafter
 from dspark.bench.samples import Sample
 from dspark.bench.served import Parting, first_parting
+from dspark.data.chat import Message
 from dspark.data.rows import Row, detect_loop
 from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.engine import Engine
@@ -46,6 +47,10 @@ class BenchSettings:
     batches: tuple[int, ...] = (1,)
     sampling: SamplingSettings = GREEDY
     system_prompt: str | None = None
+
+    def opening(self) -> list[Message]:
+        """How every conversation begins."""
+        return [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:

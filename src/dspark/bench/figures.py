@@ -69,7 +69,8 @@ def acceptance(
     partitions: question -> its partition, for a suite that has them. Failed requests are in no figure.
     """
     told = [one for one in samples if one.error is None and (one.rounds is not None or one.histogram is not None)]
-    straight = [one for one in told if not one.looping]
+    straight = [one for one in told if one.looping is False]
+    known = all(one.looping is not None for one in told)
     rounds = [r for one in told for r in rounds_of(one, slots)]
     parts = partitions or {}
     by_part = {name: [one for one in told if parts.get(one.question) == name] for name in sorted(set(parts.values()))}
@@ -78,15 +79,17 @@ def acceptance(
         questions=len({one.question for one in told}),
         requests=len(told),
         without_rounds=sum(not rounds_of(one, slots) for one in told),
-        looping=len(told) - len(straight),
+        looping=sum(one.looping is True for one in told),
         rounds=len(rounds),
         unscheduled_rounds=sum(one.scheduled == 0 for one in rounds),
         macro_length=macro_length(told),
         micro_length=metrics.acceptance_length(rounds),
         completion_per_round=completion_per_round(told),
-        macro_length_without_loops=macro_length(straight),
-        micro_length_without_loops=metrics.acceptance_length(r for one in straight for r in rounds_of(one, slots)),
-        completion_per_round_without_loops=completion_per_round(straight),
+        macro_length_without_loops=macro_length(straight) if known else None,
+        micro_length_without_loops=(
+            metrics.acceptance_length(r for one in straight for r in rounds_of(one, slots)) if known else None
+        ),
+        completion_per_round_without_loops=completion_per_round(straight) if known else None,
         histogram=metrics.histogram(rounds, slots),
         conditional=[
             Slot(slot=one.slot, accepted=one.accepted, verified=one.verified, rate=one.rate)
@@ -204,7 +207,7 @@ def speed(samples: Sequence[Sample], baseline: Sequence[Sample] | None) -> Speed
         requests=len(timed),
         failed=sum(one.error is not None for one in samples),
         tokens=sum(one.output_tokens for one in timed),
-        tokens_per_s=tokens_per_second(own.values()) or 0.0,
+        tokens_per_s=tokens_per_second(own.values()),
         decode_tokens_per_s=tokens_per_second(_decoding(samples).values()) if alone else None,
         speedup=None if baseline is None else _ratio(_groups(baseline), own),
         decode_speedup=None if baseline is None or not alone else _ratio(_decoding(baseline), _decoding(samples)),
@@ -212,7 +215,7 @@ def speed(samples: Sequence[Sample], baseline: Sequence[Sample] | None) -> Speed
         time_per_token=_spread(
             ((one.seconds or 0.0) - _first(one)) / (one.output_tokens - 1) for one in timed if one.output_tokens > 1
         ),
-        inter_token=_spread(b[0] - a[0] for one in timed for a, b in pairwise(one.arrivals)),
+        inter_token=_spread(b[0] - a[0] for one in timed if one.streamed for a, b in pairwise(one.arrivals)),
         latency=_spread(latencies),
         draft_seconds=_per(timed, "draft_seconds", rounds),
         verify_seconds=_per(timed, "verify_seconds", rounds),
@@ -295,13 +298,17 @@ def overall(suites: Sequence[SuiteReport], drafters: Sequence[Drafter], baseline
     for drafter in drafters:
         columns = [suite.columns.get(drafter.name, Column()) for suite in counted]
         accepted = [column.acceptance for column in columns]
+        if drafter.kind == "transformers-dflash":  # on the timed prompts only
+            accepted = [None for _ in accepted]
         first = [column.speed[0] if column.speed else None for column in columns]
+        batches = {one.batch for one in first if one is not None}
         ends = [one.speedup.value if one and one.speedup else None for one in first]
         only = [one.decode_speedup.value if one and one.decode_speedup else None for one in first]
         table.append(
             Overall(
                 drafter=drafter.name,
                 suites=len(counted),
+                batch=min(batches) if len(batches) == 1 else None,
                 mean_speedup=None if drafter.name == baseline else mean_or_none(ends),
                 mean_decode_speedup=None if drafter.name == baseline else mean_or_none(only),
                 mean_macro_length=mean_or_none(one.macro_length if one else None for one in accepted),
@@ -314,22 +321,19 @@ def overall(suites: Sequence[SuiteReport], drafters: Sequence[Drafter], baseline
 
 
 def changes(drafters: Sequence[Drafter], table: Sequence[Overall]) -> list[Change]:
-    """The published table: each draft's mean speedup at its smallest and its largest n, where it has two."""
+    """The published table: each draft's mean speedup at the smallest and the largest n of the run, where there are two
+    widths at all."""
     speeds = {one.drafter: one.mean_speedup for one in table}
-    widths: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for drafter in drafters:
-        if drafter.n:
-            widths[family(drafter)].append((drafter.n, drafter.name))
+    drafting = [one for one in drafters if one.n and not one.kind.startswith("transformers")]
+    widths = sorted({one.n for one in drafting if one.n})
+    if len(widths) < 2:
+        return []
+    low_n, high_n = widths[0], widths[-1]
     found = []
-    for name, members in widths.items():
-        (low_n, low), (high_n, high) = min(members), max(members)
-        if low_n != high_n:
-            change = relative_change(speeds.get(low), speeds.get(high))
-            found.append(
-                Change(
-                    draft=name, low_n=low_n, high_n=high_n, low=speeds.get(low), high=speeds.get(high), change=change
-                )
-            )
+    for name in dict.fromkeys(family(one) for one in drafting):
+        low, high = (speeds.get(f"{name} n = {n}") for n in (low_n, high_n))
+        change = relative_change(low, high)
+        found.append(Change(draft=name, low_n=low_n, high_n=high_n, low=low, high=high, change=change))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +29,10 @@ from dspark.decoding.proposers import NoProposer, make_proposer
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.kernels.library import kind as kernels
+from dspark.machine import describe_machine
 from dspark.targets.base import Target
 
+PROBE = "What is a number?"
 _WIDTHS = re.compile(r"(?P<place>.+)@(?P<ns>\d+(,\d+)*)")
 
 
@@ -44,7 +47,7 @@ class NamedDraft:
 
 def parse_draft(text: str, ns: Sequence[int]) -> NamedDraft:
     """NAME=PATH or NAME=PATH@3,7; without widths, `ns`. Raises DsparkError."""
-    name, equals, place = text.partition("=")
+    name, equals, place = (part.strip() for part in text.partition("="))
     if not equals or not name.strip() or not place.strip():
         raise DsparkError("draft", text, "must be NAME=PATH, or NAME=PATH@3,7 to choose its widths")
     if name == PLAIN:
@@ -80,6 +83,11 @@ def engine_contenders(target: Target, drafts: Sequence[NamedDraft], plainly: str
 
     Raises DsparkError for a draft of another target, or a width it was not trained for.
     """
+    names = [one.name for one in drafts]
+    if len(set(names)) < len(names):
+        raise DsparkError(
+            "draft", ", ".join(names), "must have different names; give one draft's widths as NAME=PATH@3,7"
+        )
     plain = Drafter(name=PLAIN, kind="plain", n=0)
     found: list[Contender] = [EngineContender(plain, target, NoProposer(), frozenset())]
     for named in drafts:
@@ -88,13 +96,15 @@ def engine_contenders(target: Target, drafts: Sequence[NamedDraft], plainly: str
             draft.own_head_rows = None
         known = known_prompts(named.place)
         digest, parameters = weights_sha256(draft), sum(p.numel() for p in draft.parameters())
+        config = hashlib.sha256(draft.config.model_dump_json().encode()).hexdigest()
         for n in named.ns:
             drafter = Drafter(
                 name=f"{named.name} n = {n}",
                 kind=kind_of(draft),
                 n=n,
-                draft=Path(named.place).name if "/" in named.place else named.place,
+                draft="/".join(Path(named.place).parts[-2:]),
                 weights_sha256=digest,
+                config_sha256=config,
                 parameters=parameters,
                 trained_on=known is not None,
             )
@@ -125,18 +135,27 @@ def known_prompts(place: str) -> frozenset[str] | None:
     return read_prompt_hashes(path) if path.is_file() else None
 
 
-def fitting(suite: Suite, renderer: ChatRenderer, target: Target, room: int) -> tuple[Suite, list[str]]:
-    """The suite without the prompts whose first turn leaves less than `room` tokens of the target's context, and their
-    ids."""
+def fitting(suite: Suite, renderer: ChatRenderer, target: Target, settings: BenchSettings) -> tuple[Suite, list[str]]:
+    """The suite without the prompts whose first turn leaves less room than an answer takes in the target's context,
+    and their ids."""
     kept: list[Prompt] = []
     left_out = []
     for prompt in suite.prompts:
-        ids = renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}])
-        if len(ids) + room <= target.max_context:
+        ids = renderer.prompt_ids([*settings.opening(), {"role": "user", "content": prompt.turns[0]}])
+        if len(ids) + settings.max_tokens <= target.max_context:
             kept.append(prompt)
         else:
             left_out.append(prompt.id)
-    return Suite(suite.name, kept, suite.source), left_out
+    source = suite.source + (f", {len(left_out)} of them left out" if left_out else "")
+    return Suite(suite.name, kept, source), left_out
+
+
+@torch.no_grad()
+def fingerprint(target: Target, ids: Sequence[int]) -> str:
+    """Which target this is, told by what it says after a fixed text: sha256 over its logits, 16 digits."""
+    tokens = torch.tensor(list(ids))
+    logits = target.forward([(target.new_state(len(tokens)), tokens)], logits="last").logits[-1].float().contiguous()
+    return hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
 
 
 def bench_in_process(
@@ -160,7 +179,7 @@ def bench_in_process(
     """
     notes, missing, kept = [], list(missing), []
     for suite in suites:
-        inside, left_out = fitting(suite, renderer, target, settings.max_tokens)
+        inside, left_out = fitting(suite, renderer, target, settings)
         if left_out:
             notes.append(
                 f"{suite.name}: {len(left_out)} of {len(suite.prompts)} prompts leave no room for an answer of "
@@ -187,15 +206,22 @@ def bench_in_process(
         "batches": list(settings.batches),
         "sampling": _sampling(settings),
     }
+    machine = describe_machine()
+    rendered = _rendered(kept[0], renderer, settings)
+    probe = renderer.prompt_ids([{"role": "user", "content": PROBE}])
     header = {
         **described,
-        "drafters": [[one.drafter.name, one.drafter.weights_sha256] for one in contenders],
+        "fingerprint": fingerprint(target, probe),
+        "machine": machine,
+        "drafters": [[one.drafter.name, one.drafter.weights_sha256, one.drafter.config_sha256] for one in contenders],
         "prompts": {one.name: prompts_sha256(one.prompts) for one in kept},
     }
     bench = Bench(target, renderer, contenders, settings, Journal(out / "samples.jsonl", header), progress)
+    samples: list[Sample] = []
     for suite in kept:
-        bench.run(suite)
-    samples = list(bench.journal.samples())
+        found_here, left = bench.run(suite)
+        samples += found_here
+        notes += left
     found = Findings(
         kind="in process",
         target=target.name,
@@ -205,7 +231,7 @@ def bench_in_process(
         missing=missing,
         samples=samples,
         known={one.drafter.name: one.known for one in contenders},
-        rendered=_rendered(kept[0], renderer),
+        rendered=rendered,
         notes=[*notes, *_retrieval(samples, answers or {})],
         tokenizer=target.tokenizer,
     )
@@ -230,9 +256,9 @@ def _sampling(settings: BenchSettings) -> str:
     )
 
 
-def _rendered(suite: Suite, renderer: ChatRenderer) -> Rendered:
+def _rendered(suite: Suite, renderer: ChatRenderer, settings: BenchSettings) -> Rendered:
     """The first prompt of a suite as the target reads it."""
     prompt = suite.prompts[0]
-    ids = renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}])
+    ids = renderer.prompt_ids([*settings.opening(), {"role": "user", "content": prompt.turns[0]}])
     text = renderer.tokenizer.decode(ids)
     return Rendered(suite=suite.name, question=prompt.id, tokens=len(ids), text=text)

@@ -117,7 +117,7 @@ class Speed(_Part):
     requests: int
     failed: int = 0
     tokens: int
-    tokens_per_s: float
+    tokens_per_s: float | None
     decode_tokens_per_s: float | None
     speedup: Ratio | None = None
     decode_speedup: Ratio | None = None
@@ -141,16 +141,20 @@ class Drafter(_Part):
     n: int | None = None
     draft: str | None = None
     weights_sha256: str | None = None
+    config_sha256: str | None = None
     parameters: int | None = None
     trained_on: bool | None = None
 
 
 class Column(_Part):
-    """What one drafter did on one suite. failed: requests that ended in an error (never repeated)."""
+    """What one drafter did on one suite. failed: requests that ended in an error (never repeated); compared,
+    replay_checked: served requests whose ids were set beside plain decoding's, whose rounds beside the replay's."""
 
     acceptance: Acceptance | None = None
     speed: list[Speed] = []
     failed: int = 0
+    compared: int = 0
+    replay_checked: int = 0
     note: str | None = None
 
 
@@ -185,10 +189,12 @@ class MissingSuite(_Part):
 
 
 class Overall(_Part):
-    """Simple unweighted means over the suites that are not `apart`; null where one suite lacks the figure."""
+    """Simple unweighted means over the suites that are not `apart`, speed at the smallest `batch`; null where one suite
+    lacks the figure, and for acceptance over fewer prompts than the others'."""
 
     drafter: str
     suites: int
+    batch: int | None = None
     mean_speedup: float | None = None
     mean_decode_speedup: float | None = None
     mean_macro_length: float | None = None
@@ -196,7 +202,8 @@ class Overall(_Part):
 
 
 class Change(_Part):
-    """One draft's mean speedup at two widths and the relative change, as the published table has it."""
+    """One draft's mean speedup at the run's smallest and largest width and the relative change, as the published table
+    has it; null where the draft was not run at one of them."""
 
     draft: str
     low_n: int
@@ -272,7 +279,7 @@ def read_report(path: str | Path) -> Report:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DsparkError("report", str(path), "is not there; give a report.json written by `dspark bench`") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DsparkError("report", str(path), f"cannot be read as JSON ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise DsparkError("report", str(path), "is not a report of `dspark bench`")

@@ -8,6 +8,7 @@ with plain decoding's and the rounds with the replay's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,7 @@ import torch
 from dspark.bench.compare import Question, Run, find_difference
 from dspark.bench.contenders import PLAIN, Asked, BenchSettings, Captured, Contender, fill
 from dspark.bench.prompts import Suite
-from dspark.bench.samples import Journal, Sample
+from dspark.bench.samples import Journal, Sample, unit_key
 from dspark.data.chat import ChatRenderer, Message
 from dspark.data.prompts import Prompt
 from dspark.data.rows import Row
@@ -54,18 +55,42 @@ class Bench:
         self.layers = tuple(sorted({layer for one in self.contenders for layer in one.taps}))
         self._capture = Engine(self.target, None, max_batch=CAPTURED, capture_taps=self.layers)
         self._warm: set[int] = set()
+        self._columns = 1 + sum(bool(one.taps) for one in self.contenders)  # samples of a turn: plain's and the replays
 
-    def run(self, suite: Suite) -> None:
-        """Everything of one suite that is not in the journal yet. Raises what a request raises."""
+    def run(self, suite: Suite) -> tuple[list[Sample], list[str]]:
+        """Everything of one suite, asking what is not in the journal yet; its samples, and notes on what was left out.
+        Raises what a request raises."""
         for prompts in parts(suite.prompts, CAPTURED):
             self._accept(suite.name, prompts)
+        samples = [one for prompt in suite.prompts for one in self.journal.done[self._unit(suite.name, prompt.id)]]
+        notes = self._unasked(suite, samples)
         timed = suite.prompts[: self.settings.speed_limit]
         for batch in self.settings.batches:
+            left = sum(len(self._asked_again(suite.name, one)) for one in timed)
             for index, group in enumerate(self._groups(suite.name, timed, batch)):
-                unit = f"{suite.name} speed {batch} {group[0].question}"
+                unit = unit_key(suite.name, "speed", batch, index, group[0].question)
                 if unit not in self.journal.done:
                     self.journal.add(unit, self._time(suite.name, group, batch, index))
-                self.done(suite.name, len({one.question for one in group}))
+                samples += self.journal.done[unit]
+                left -= len(group)
+                if batch == 1:
+                    self.done(suite.name, 1)
+            if batch > 1:
+                self.done(suite.name, len(timed))
+            if left:
+                notes.append(
+                    f"{suite.name}: {left} timed requests do not fill a batch of {batch} and were left out of it"
+                )
+        return samples, notes
+
+    def _unasked(self, suite: Suite, samples: Sequence[Sample]) -> list[str]:
+        """Prompts of which a later turn did not fit the context."""
+        asked = Counter(one.question for one in samples if one.drafter == PLAIN)
+        short = [one.id for one in suite.prompts if asked[one.id] < len(one.turns)]
+        if not short:
+            return []
+        listed = ", ".join(short[:5]) + (" ..." if len(short) > 5 else "")
+        return [f"{suite.name}: {len(short)} prompts have later turns without room in the context, left out: {listed}"]
 
     # Acceptance
 
@@ -73,26 +98,24 @@ class Bench:
         """Plain decoding's answers of some prompts, turn by turn, and every draft's rounds on them."""
         waiting = [one for one in prompts if self._unit(suite, one.id) not in self.journal.done]
         found: dict[str, list[Sample]] = {one.id: [] for one in waiting}
-        histories: dict[str, list[Message]] = {one.id: self._opening() for one in waiting}
+        histories: dict[str, list[Message]] = {one.id: self.settings.opening() for one in waiting}
         for turn in range(max((len(one.turns) for one in waiting), default=0)):
-            asked = []
+            asked: list[Asked] = []
             for prompt in waiting:
-                if turn < len(prompt.turns):
+                if turn < len(prompt.turns) and len(found[prompt.id]) == turn * self._columns:
                     histories[prompt.id].append({"role": "user", "content": prompt.turns[turn]})
-                    asked.append(Asked(prompt.id, turn, self.renderer.prompt_ids(histories[prompt.id])))
-            for one, samples in zip(asked, self._answer(suite, asked), strict=True):
+                    ids = self.renderer.prompt_ids(histories[prompt.id])
+                    if len(ids) + self.settings.max_tokens <= self.target.max_context:
+                        asked.append(Asked(prompt.id, turn, ids))
+            for one, samples in zip(asked, self._answer(suite, asked) if asked else [], strict=True):
                 found[one.question] += samples
                 histories[one.question].append({"role": "assistant", "content": samples[0].text or ""})
         for prompt in waiting:
             self.journal.add(self._unit(suite, prompt.id), found[prompt.id])
         self.done(suite, len(prompts))
 
-    def _opening(self) -> list[Message]:
-        system = self.settings.system_prompt
-        return [] if system is None else [{"role": "system", "content": system}]
-
     def _unit(self, suite: str, question: str) -> str:
-        return f"{suite} acceptance {question}"
+        return unit_key(suite, "acceptance", question)
 
     def _answer(self, suite: str, asked: Sequence[Asked]) -> list[list[Sample]]:
         """For each: plain decoding's sample, then every replayed draft's."""
@@ -133,8 +156,8 @@ class Bench:
         """Its turns with plain decoding's answers between them."""
         samples = self.journal.done[self._unit(suite, prompt.id)]
         answers = {one.turn: one.text or "" for one in samples if one.drafter == PLAIN}
-        messages, asked = self._opening(), []
-        for turn, text in enumerate(prompt.turns):
+        messages, asked = self.settings.opening(), []
+        for turn, text in enumerate(prompt.turns[: len(answers)]):
             messages.append({"role": "user", "content": text})
             asked.append(Asked(prompt.id, turn, self.renderer.prompt_ids(messages)))
             messages.append({"role": "assistant", "content": answers[turn]})
@@ -208,4 +231,4 @@ def _replayed(plain: Sample, name: str, rounds: list[Round]) -> Sample:
 
 
 def _run(sample: Sample, name: str) -> Run:
-    return Run(name, sample.question, sample.output_ids, sample.finish, sample.rounds or [], sample.looping)
+    return Run(name, sample.question, sample.output_ids, sample.finish, sample.rounds or [], bool(sample.looping))

@@ -100,6 +100,7 @@ class TransformersColumn:
                     seconds=made.seconds,
                     group_seconds=made.seconds,
                     arrivals=[(made.first_seconds, 1), (made.seconds, len(ids) - 1)],
+                    streamed=False,
                     text=decode(self._target.tokenizer, text_ids),
                 )
             )

@@ -43,7 +43,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object. Raises DsparkError when the file is missing or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise DsparkError(path.name, str(path), f"cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -53,16 +53,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
 def read_measured(path: str | Path, folder: str | Path) -> dict[str, Any]:
-    """The report at `path` with the columns of the draft in `folder` alone. Raises DsparkError when it has none: it is
-    of another draft, or does not tell."""
+    """The report (version 1) at `path` with the columns of the draft in `folder` alone. Raises DsparkError when it has
+    none: it is of another draft, or does not tell."""
     report = read_json(Path(path))
+    if report.get("format") != "dspark-bench" or report.get("version") != 1:
+        raise DsparkError("measured", str(path), "is no report.json of `dspark bench` that this version reads")
     again = f"measure this draft: dspark bench --draft mine={folder} --data DIR"
     drafters = [one for one in report.get("drafters") or [] if isinstance(one, Mapping) and one.get("weights_sha256")]
     if not drafters:
         raise DsparkError("measured", str(path), f"does not say which weights it measured; {again}")
     digest = weights_sha256(load_draft(folder))
-    own = [one for one in drafters if one["weights_sha256"] == digest]
+    own = [one for one in drafters if one["weights_sha256"] == digest and one.get("kind") in ("dspark", "dflash")]
     if not own:
         names = sorted({str(one.get("draft")) for one in drafters})
         raise DsparkError("measured", str(path), f"holds figures of other weights, of {', '.join(names)}; {again}")
@@ -142,19 +148,25 @@ def measured_limits(report: Json | None) -> list[str]:
     """Lines of the section `Limits`."""
     if report is None:
         return [f"What it gains on prompts of other kinds is {UNKNOWN}."]
-    suites = report["suites"]
-    faults = sum(len(one["not_lossless"]) for one in suites)
-    ties = sum(len(one["ties"]) for one in suites)
-    ids = "All ids equal plain decoding's."
-    if faults or ties:
-        ids = f"Ids that left plain decoding's: {ties} ties of the target, {faults} others."
+    suites, names = report["suites"], [one["name"] for one in report["drafters"]]
+    columns = [suite["columns"].get(name) or {} for suite in suites for name in names]
+
+    def lines(field: str) -> int:
+        return sum(any(f", {name}," in line for name in names) for suite in suites for line in suite[field])
+
+    compared, faults, ties = sum(one.get("compared", 0) for one in columns), lines("not_lossless"), lines("ties")
+    ids = f"All ids of {compared} timed answers equal plain decoding's."
+    if not compared:
+        ids = "Its ids were not compared with plain decoding's in this run: nothing was timed."
+    elif faults or ties:
+        ids = f"Answers whose ids left plain decoding's: {ties} at ties of the target, {faults} others, of {compared}."
     apart = sum(one["questions"] for one in suites if one["apart"])
     asked = sum(one["questions"] for one in suites)
     known = f"{apart} of {asked} prompts are in the draft's training set"
     if not all(one.get("trained_on") for one in report["drafters"]):
         known = "whether they are in the draft's training set is not recorded"
-    checked = sum(one["replay_checked"] for one in suites)
-    parted = sum(len(one["replay_ties"]) + len(one["replay_faults"]) for one in suites)
+    checked = sum(one.get("replay_checked", 0) for one in columns)
+    parted = lines("replay_ties") + lines("replay_faults")
     return [
         "Speed holds for the machine and settings above; acceptance for these prompts and this length of answers.",
         ids,
