@@ -172,6 +172,27 @@ def make_answer(drafter: str, prompt: str = "What is 12 * 3?", suite: str = "GSM
     return Answer(suite=suite, question=f"{suite}/0", drafter=drafter, prompt=prompt, pieces=pieces, length=2.33)
 
 
+def add_peers(report: Report) -> None:
+    """Transformers alone, and with the first draft: timed alone at batch 1, faster than anything here."""
+    own = report.drafters[1]
+    plain = Drafter(name="plain in Transformers", kind="transformers", n=0)
+    drafter = own.model_copy(update={"name": f"{own.name} in Transformers", "kind": "transformers-dflash"})
+    report.drafters += [plain, drafter]
+    for suite in report.suites:
+        for name, speedup in ((plain.name, 0.8), (drafter.name, 9.0)):
+            speed = make_speed(speedup)
+            speed.inter_token = None
+            suite.columns[name] = Column(speed=[speed], compared=5)
+        served = make_acceptance(own.n or 0, 0.99, suite.name)
+        served.source, served.questions = "served", 5
+        suite.columns[drafter.name].acceptance = served
+        suite.columns[drafter.name].replay_checked = 5
+    means = overall(report.suites, report.drafters, report.baseline)
+    report.overall = [
+        one.model_copy(update={"mean_macro_length": None}) if one.drafter == drafter.name else one for one in means
+    ]
+
+
 def make_report(drafters: int = 2, suites: tuple[str, ...] = SUITES, **fields: Any) -> Report:
     """A whole run in process. fields: of the report, as they shall be instead."""
     columns = make_drafters(drafters)
@@ -182,7 +203,7 @@ def make_report(drafters: int = 2, suites: tuple[str, ...] = SUITES, **fields: A
         "dspark": "0.1.0",
         "kind": "in process",
         "target": "SmolLM2-135M-Instruct",
-        "settings": {"max tokens": 512, "temperature": 0.0, "batch": [1, 4], "threads": 2},
+        "settings": {"max_tokens": 512, "sampling": "greedy", "batches": [1, 4], "threads": 2},
         "machine": {"processor": "a processor, 2 cores", "torch threads": "2", "python": "3.11.7", "torch": "2.13.0"},
         "drafters": columns,
         "suites": made,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.bench.report_factory import AIME, HOSTILE, SUITES, make_report, make_suite
+from tests.bench.report_factory import AIME, HOSTILE, SUITES, add_peers, make_report, make_suite
 
 from dspark.bench.markdown import escape, fenced, markdown_table, report_markdown, visible
 from dspark.bench.report import Column, Rendered, Report
 from dspark.bench.tables import Table, change, milliseconds, number, setting, speed_table, times
+from dspark.bench.verdict import training_lines, verdict
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,12 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def test_the_speed_table_is_the_published_one(text: str) -> None:
     header, *rows = tables(section(text, "Speed"))[0]
-    assert header == ["target", "draft", "n = 3 mean speedup", "n = 7 mean speedup", "change from n = 3"]
+    assert header[:5] == ["target", "draft", "n = 3 mean speedup", "n = 7 mean speedup", "change from n = 3"]
+    assert header[5:] == ["checkpoint"] and rows[0][5] == "runs/draft, 2,249,289,601 parameters"
     assert len(rows) == 1 and rows[0][:2] == ["SmolLM2-135M-Instruct", "DSpark"]
     low, high = (float(cell.removesuffix("x")) for cell in rows[0][2:4])
     assert re.fullmatch(r"[+-]\d+\.\d%", rows[0][4])
+    assert "**Mean speedup, batch 1**" in text and "speedups at batch 1" in text
     assert float(rows[0][4].removesuffix("%")) / 100 == pytest.approx(high / low - 1, abs=0.01)
     said = section(text, "Speed")
     assert (
@@ -92,6 +95,19 @@ def test_output_length_buckets_as_published() -> None:
     assert rows[6] == ["32K+", "2", "54,545–224,703", "4.9194"]
 
 
+def test_empty_buckets_at_the_ends_are_left_out() -> None:
+    report = make_report(1, ("AIME26",))
+    acceptance = report.suites[0].columns["DSpark n = 3"].acceptance
+    assert acceptance is not None
+    for bucket in (acceptance.by_output_length[0], acceptance.by_output_length[-1]):
+        bucket.questions, bucket.shortest, bucket.longest, bucket.macro_length = 0, None, None, None
+    rows = tables(section(report_markdown(report), "AIME26"))[0]
+    assert [row[0] for row in rows[1:]] == ["1-2K", "2-4K", "4-8K"]
+    acceptance.by_context_depth[1].rounds = 0
+    part = tables(section(report_markdown(report), "AIME26"))
+    assert ["drafter", "0-512"] in [rows[0] for rows in part], "no depth that no drafter has"
+
+
 def test_drafters_whose_answers_differ_get_tables_of_their_own() -> None:
     report = make_report(3, ("AIME26",))
     acceptance = report.suites[0].columns["DSpark n = 7"].acceptance
@@ -107,7 +123,7 @@ def test_details_of_a_suite(text: str) -> None:
     part = section(text, "HumanEval")
     by_head = {rows[0][1]: rows for rows in tables(part)}
     assert by_head["slot 1"][1][4:] == ["—"] * 4, "a draft of three has no slot 4"
-    assert by_head["0-512"][1][3] == "— (0)"
+    assert by_head["0-512"][0] == ["drafter", "0-512", "512-1K"], "no column that nobody has rounds in"
     assert by_head["0"][0][-1] == "nothing verified"
     assert sum(int(cell.replace(",", "")) for cell in by_head["0"][2][1:-1]) == 2000
     latency = by_head["batch"]
@@ -122,8 +138,8 @@ def test_details_of_a_suite(text: str) -> None:
 def test_what_the_report_says_of_itself(text: str) -> None:
     assert "**Same tokens**" in text and "the replay was set beside the served rounds of 150 requests" in text
     assert "- LiveCodeBench: not on this disk \\| give --data" in text
-    assert "| max tokens | 512 |" in text and "| processor | a processor, 2 cores |" in text
-    assert "| batch | 1, 4 |" in text
+    assert "| max_tokens | 512 |" in text and "| processor | a processor, 2 cores |" in text
+    assert "| batches | 1, 4 |" in text
     assert "````text\n<|im_start|>user\n```\nWhat?\n" in text
 
 
@@ -172,7 +188,102 @@ def test_claims_no_more_than_was_compared() -> None:
 
 def test_without_two_widths_the_mean_speedups_stand_alone() -> None:
     header, *rows = tables(section(report_markdown(make_report(1)), "Speed"))[0]
-    assert header == ["target", "draft", "mean speedup"] and rows[0][1] == "DSpark n = 3"
+    assert header == ["target", "draft", "mean speedup", "checkpoint"] and rows[0][1] == "DSpark n = 3"
+
+
+def test_a_draft_of_one_width_has_a_dash_for_the_other() -> None:
+    _, *rows = tables(section(report_markdown(make_report(3)), "Speed"))[0]
+    assert [row[1] for row in rows] == ["DSpark", "DFlash"]
+    assert rows[1][3:5] == ["—", "—"] and rows[1][2].endswith("x")
+
+
+def test_few_rounds_show_their_counts() -> None:
+    report = make_report(1, ("AIME26",))
+    acceptance = report.suites[0].columns["DSpark n = 3"].acceptance
+    assert acceptance is not None
+    for slot, (taken, verified) in zip(acceptance.conditional, [(5, 10), (2, 9), (0, 0)]):
+        slot.accepted, slot.verified, slot.rate = taken, verified, taken / verified if verified else None
+    found = {rows[0][1]: rows for rows in tables(section(report_markdown(report), "AIME26"))}
+    assert found["slot 1"][1] == ["DSpark n = 3", "0.500", "0.222 (2/9)", "—"]
+
+
+def test_the_headline_is_ours_and_says_its_batch() -> None:
+    report = make_report()
+    add_peers(report)
+    text = report_markdown(report)
+    assert "- **1.81x** mean speedup of DSpark n = 7, end to end, batch 1, the fastest of 2" in text
+    assert "- **3.13** tokens a target pass with DSpark n = 3" in text
+    assert "| DSpark n = 3 in Transformers | 1 | 9.00x |" in text, "it is shown among the means"
+    assert "| served |" in text and "| GSM8K | 5 |" in text, "its acceptance with the questions it is over"
+    for mean in report.overall:
+        mean.batch = 4
+    assert "end to end, batch 4," in report_markdown(report) and "Mean speedup, batch 4" in report_markdown(report)
+
+
+def test_acceptance_over_a_part_of_the_questions_is_no_headline() -> None:
+    report = make_report()
+    acceptance = report.suites[2].columns["DSpark n = 3"].acceptance
+    assert acceptance is not None
+    acceptance.questions -= 1
+    assert "tokens a target pass with DSpark n = 7" in report_markdown(report)
+
+
+def test_rounds_in_transformers_have_a_line_of_their_own() -> None:
+    report = make_report()
+    add_peers(report)
+    title, name = "Rounds in Transformers", "DSpark n = 3 in Transformers"
+    said = section(report_markdown(report), title).strip()
+    assert said == f"- {name}: rounds equal ours on 25 of 25 timed requests"
+    report.suites[0].replay_faults = [
+        f"REPLAY DIFFERS: q/1, {name}, round 4: served 1 of 3",
+        "q/2, DSpark n = 3, round 1: x",
+    ]
+    report.suites[1].replay_ties = [f"tie: q/3, {name}, round 2: served 1 of 3"]
+    lines = section(report_markdown(report), title).strip().splitlines()
+    assert lines[0] == f"- {name}: rounds equal ours on 23 of 25 timed requests" and len(lines) == 3
+    assert title not in report_markdown(make_report())
+
+
+def test_a_column_without_gaps_says_why() -> None:
+    report = make_report()
+    add_peers(report)
+    report.suites[0].columns["plain"].speed[0].inter_token = None
+    latency = next(rows for rows in tables(section(report_markdown(report), "GSM8K")) if rows[0][1] == "batch")
+    gaps = {(row[0], row[1]): row[3] for row in latency}
+    assert gaps["plain in Transformers", "1"] == "— (answers are not streamed)"
+    assert gaps["plain", "1"] == "— (no second chunk)" and gaps["plain", "4"] == "25.1 / 24.0 / 51.0"
+
+
+def test_what_is_known_of_training_sets() -> None:
+    def said(report: Report) -> str:
+        return " ".join(training_lines(report))
+
+    clean = "no prompt of these suites is in a training set: every draft lists its own"
+    report = make_report()
+    add_peers(report)
+    assert said(report) == clean, "other engines' columns have our drafts"
+    report.drafters[2].trained_on = None
+    assert said(report).startswith("DSpark n = 7: not known here") and clean not in said(report)
+    live = make_report(1, kind="live")
+    assert said(live) == "DSpark n = 3: not known here: a server does not list its draft's prompts"
+    assert training_lines(make_report(0)) == []
+
+
+def test_the_verdict_counts_what_was_compared() -> None:
+    report = make_report()
+    for suite in report.suites:
+        suite.columns["plain"].compared = 99
+        suite.columns["DSpark n = 3"].compared = 300
+    assert verdict(report).detail == "1,500 served answers compared, each equal to plain decoding's, id by id"
+    report.suites[0].ties = ["tie"]
+    assert verdict(report).detail == "1 tie of the target itself, among 1,500 answers compared"
+    assert verdict(make_report()).detail == "every served answer equals plain decoding's, id by id"
+
+
+def test_nothing_to_divide_by_is_a_dash() -> None:
+    report = make_report()
+    report.suites[0].columns["plain"].speed[0].tokens_per_s = None
+    assert "| GSM8K | plain | 1 | — | 1 (baseline) |" in report_markdown(report)
 
 
 def test_an_almost_empty_report_is_no_error() -> None:

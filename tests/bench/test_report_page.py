@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.bench.report_factory import HOSTILE, SUITES, make_answer, make_report
+from tests.bench.report_factory import HOSTILE, SUITES, add_peers, make_answer, make_report
 
-from dspark.bench.report import Report
+from dspark.bench.report import Ratio, Report
 from dspark.bench.report_charts import (
     Chart,
     colours,
@@ -19,7 +19,8 @@ from dspark.bench.report_charts import (
     slot_chart,
     speed_charts,
 )
-from dspark.bench.report_page import csp_hash, headlines, render_report, segments, write_report_page
+from dspark.bench.report_page import csp_hash, render_report, segments, write_report_page
+from dspark.bench.verdict import headlines
 
 
 class Reader(HTMLParser):
@@ -155,6 +156,32 @@ def test_headlines_are_honest() -> None:
     cards = list(headlines(report))
     assert cards[0].tone == cards[1].tone == "bad" and cards[0].figure == "NOT LOSSLESS"
     assert cards[1].figure == "0.90x" and "slower than plain decoding" in cards[1].said
+    assert "batch 1" in cards[1].said
+
+
+def test_other_engines_win_nothing() -> None:
+    report = make_report(2)
+    add_peers(report)
+    cards = list(headlines(report))
+    assert [card.figure for card in cards[1:3]] == ["1.81x", "3.13"] and "of 2" in cards[1].said
+    html = render_report(report)
+    assert "DSpark n = 3 in Transformers: rounds equal ours on 25 of 25 timed requests" in html
+    assert "9.00x" in html
+    for chart in (slot_chart(report), depth_chart(report), length_chart(report), histogram_chart(report)):
+        assert chart is not None
+        titles = [mark.title for mark in (*chart.dots, *chart.boxes)]
+        assert titles and not any("Transformers" in title for title in titles), "its rounds are of other prompts"
+
+
+def test_controls_and_turned_letters_are_seen() -> None:
+    nasty = "a\x1b[2Jb\x00c" + "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))) + "\u200d🙂\n\tend"
+    report = make_report(2, target=nasty, notes=[nasty], answers=[make_answer("DSpark n = 3", nasty)])
+    report.suites[0].name = report.settings["x"] = nasty
+    html = render_report(report)
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]", html)
+    shown = "a\\x1b[2Jb\\x00c\\x202a\\x202b\\x202c\\x202d\\x202e\\x2066\\x2067\\x2068\\x2069\u200d🙂\n\tend"
+    reader = read(html)
+    assert reader.questions == [shown] and csp_hash(reader.inline["style"][0]) in reader.policy
 
 
 def test_colours_are_the_same_everywhere_and_differ_up_to_ten() -> None:
@@ -192,7 +219,7 @@ def test_charts_stay_on_their_canvas(drafters: int) -> None:
 def test_speed_bars_are_their_speedups_on_one_scale() -> None:
     report = make_report(2)
     charts = speed_charts(report)
-    assert [chart.title for chart in charts][:2] == ["Speedup, mean of 5 suites", "Speedup, GSM8K"]
+    assert [chart.title for chart in charts][:2] == ["Speedup, mean of 5 suites, batch 1", "Speedup, GSM8K"]
     assert len(charts) == 1 + len(SUITES)
     base = next(rule for rule in charts[0].rules if rule.kind == "base")
     unit = base.x1 - charts[0].boxes[0].x
@@ -227,11 +254,47 @@ def test_what_is_over_all_suites_is_pooled_exactly() -> None:
     slots, lengths = slot_chart(report), length_chart(report)
     assert slots is not None and slots.dots[0].title == "DSpark n = 3, slot 1: 81 of 100 = 0.81"
     assert lengths is not None and lengths.dots[0].title == "DSpark n = 3, 0-1K: 3.50 over 4 questions"
-    assert len(lengths.dots) == 5 and len(lengths.lines) == 1, "an empty bucket breaks the line"
+    assert len(lengths.dots) == 5 and len(lengths.lines) == 1
+    labels = [one.text for one in lengths.words if one.anchor == "middle"]
+    assert labels == ["0-1K", "1-2K", "2-4K", "4-8K", "32K+"], "no bucket that nobody has"
     second_suite = report.suites[1]
     second_suite.apart = True
     slots = slot_chart(report)
     assert slots is not None and slots.dots[0].title.endswith("1 of 10 = 0.10"), "what is apart is in no mean"
+
+
+def test_a_bucket_that_one_drafter_lacks_breaks_its_line() -> None:
+    report = make_report(2, ("AIME26",))
+    acceptance = report.suites[0].columns["DSpark n = 3"].acceptance
+    assert acceptance is not None
+    acceptance.by_output_length[2].questions, acceptance.by_output_length[2].macro_length = 0, None
+    chart = length_chart(report)
+    assert chart is not None and len(chart.lines) == 3 and len(chart.dots) == 9
+
+
+def test_one_bucket_makes_no_chart() -> None:
+    report = make_report(1, ("AIME26",))
+    acceptance = report.suites[0].columns["DSpark n = 3"].acceptance
+    assert acceptance is not None
+    del acceptance.by_output_length[1:], acceptance.by_context_depth[1:]
+    assert length_chart(report) is None and depth_chart(report) is None and slot_chart(report) is not None
+
+
+@pytest.mark.parametrize("speedup", [0.3, 0.7, 0.85, 0.95, 0.999, 1.0, 1.05, 1.4, 3.0, 12.0])
+def test_no_label_lies_across_the_line(speedup: float) -> None:
+    report = make_report(2, ("AIME26",))
+    for column in report.suites[0].columns.values():
+        for speed in column.speed:
+            if speed.speedup is not None:
+                speed.speedup = Ratio(value=speedup, low=speedup * 0.95, high=speedup * 1.02)
+    report.suites[0].columns["DSpark n = 7"].speed = []
+    chart = speed_charts(report)[-1]
+    line = next(rule.x1 for rule in chart.rules if rule.kind == "base")
+    labels = [one for one in chart.words if (one.text.endswith("x") and one.anchor == "start") or one.text == "—"]
+    assert len(labels) == 2 and inside(chart)
+    for one in labels:
+        assert one.x > line or one.x + 6.8 * len(one.text) < line, (one.text, one.x, line)
+        assert one.x + 6.8 * len(one.text) <= chart.width
 
 
 def test_a_report_without_acceptance_or_anything_renders() -> None:

@@ -21,7 +21,7 @@ expect = sync_api.expect
 pytestmark = pytest.mark.slow
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LOOKS = [(1200, "light"), (1200, "dark"), (360, "dark")]
+LOOKS = [(1280, "light"), (1200, "dark"), (360, "dark")]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,43 @@ def test_nothing_leaves_its_place(page: Any) -> None:
     expect(page.locator("h1")).to_have_text("dspark bench: a <target> & more")
 
 
+def test_wide_tables_scroll_to_their_last_column(page: Any) -> None:
+    """The Suites table is wider than its card: what is outside can be reached, nothing is cut."""
+    window = page.get_by_role("region", name="Suites", exact=True)
+    before = window.evaluate("x => [x.scrollWidth > x.clientWidth, getComputedStyle(x).overflowX]")
+    assert before == [True, "auto"]
+    window.evaluate("x => { x.scrollLeft = x.scrollWidth; }")
+    last, around = window.locator("th").last.bounding_box(), window.bounding_box()
+    assert last["x"] + last["width"] <= around["x"] + around["width"] + 1
+    card = page.locator("section.card", has=window).bounding_box()
+    assert around["x"] + around["width"] <= card["x"] + card["width"]
+
+
+def test_cards_of_a_row_are_equally_high(page: Any) -> None:
+    for place in (".facts > *", ".charts > *"):
+        boxes = [one.bounding_box() for one in page.locator(place).all()]
+        rows: dict[int, set[int]] = {}
+        for box in boxes:
+            rows.setdefault(round(box["y"]), set()).add(round(box["height"]))
+        assert boxes and all(len(heights) == 1 for heights in rows.values()), rows
+        if place.startswith(".facts"):
+            assert len({round(box["height"]) for box in boxes}) == 1
+
+
+def test_no_label_lies_across_the_dashed_line(page: Any) -> None:
+    found = page.evaluate(
+        """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+          const line = svg.querySelector('line.base');
+          if (!line) return [];
+          const x = line.getBoundingClientRect().x;
+          return [...svg.querySelectorAll('text')].filter(t => t.textContent !== '1x')
+            .map(t => [t.textContent, t.getBoundingClientRect()])
+            .filter(([_, box]) => box.left < x && x < box.right).map(([text]) => text);
+        })"""
+    )
+    assert found == []
+
+
 def test_tables_sort_by_a_click(page: Any) -> None:
     table = card(page, "Acceptance length")
     before = column(table, 1)
@@ -122,7 +159,7 @@ def test_a_dash_stays_last_and_commas_are_no_obstacle(page: Any) -> None:
     for _ in range(2):
         clicked.locator("button").click()
         found = column(table, index)
-        assert found[-2:] == ["—", "—"]
+        assert found[-2:] == ["—", "—"], "empty buckets between full ones"
         lows = [int(text.split("–")[0].replace(",", "")) for text in found[:-2]]
         assert lows == sorted(lows, reverse=clicked.get_attribute("aria-sort") == "descending")
     buckets, index = head(table, "Output-token bucket")

@@ -25,9 +25,11 @@ from dspark.bench.tables import (
 )
 from dspark.bench.verdict import (
     all_ties,
+    cross_check,
     differences,
     differences_title,
     failures,
+    headlines,
     replay_faults,
     replay_line,
     training_lines,
@@ -97,11 +99,13 @@ def _heading(report: Report) -> Iterator[str]:
         f"{escape(report.created)}, dspark {escape(report.dspark)}, {report.kind}; baseline: "
         f"{escape(report.baseline or 'none')}. **{found.headline}**: {escape(found.detail)}."
     )
+    yield "\n".join(f"- **{one.figure}** {escape(one.said)}" for one in headlines(report)[1:])
 
 
 def _speed(report: Report) -> Iterator[str]:
     yield "## Speed"
     for table in mean_tables(report):
+        yield f"**{escape(table.title)}**"
         yield markdown_table(table)
     yield escape(means_note(report))
     if report.overall:
@@ -156,6 +160,7 @@ def _output(report: Report) -> Iterator[str]:
         (differences_title(report), differences(report)),
         ("Replay faults", replay_faults(report)),
         ("Ties", all_ties(report)),
+        ("Rounds in Transformers", cross_check(report)),
         ("Prompts in the training set", training_lines(report)),
         ("Suites that could not be had", [f"{one.name}: {one.reason}" for one in report.missing]),
         ("Failures", failures(report)),

@@ -1,7 +1,8 @@
 """The page's charts as plain shapes on a canvas; a template only has to write them down.
 
 What is over all suites is pooled from their counts, which is exact: a slot's rate from accepted and verified rounds,
-macro lengths of a bucket weighted by questions, micro lengths by rounds.
+macro lengths of a bucket weighted by questions, micro lengths by rounds. Columns of other engines, whose rounds are of
+a part of the prompts, are only among the speeds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from dspark.bench.report import Acceptance, Ratio, Report, SuiteReport
 from dspark.bench.tables import (
     DASH,
+    contestants,
     counted_suites,
     drafting,
     first_speed,
     is_baseline,
+    means_at,
     number,
     overall_of,
     percent,
@@ -28,6 +31,8 @@ from dspark.bench.tables import (
 WIDTH, HEIGHT = 400, 220
 COLOURS = 10
 NAME_WIDTH = 22
+LETTER = 7.2
+"""As wide as a figure of a label may be, in the units of the canvas."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def speed_charts(report: Report) -> list[Chart]:
         mean = overall_of(report, drafter.name)
         value = mean.mean_speedup if mean else None
         means[drafter.name] = None if value is None else Ratio(value=value)
-    groups = [(f"mean of {len(counted_suites(report))} suites", means)]
+    groups = [(f"mean of {len(counted_suites(report))} suites, {means_at(report)}", means)]
     groups += [(suite.name, _speedups(report, suite)) for suite in report.suites]
     groups = [(name, found) for name, found in groups if any(found.values())]
     largest = max([1.0, *(one.high or one.value for _, found in groups for one in found.values() if one)])
@@ -116,18 +121,18 @@ def _speedups(report: Report, suite: SuiteReport) -> dict[str, Ratio | None]:
 
 
 def _speed_chart(name: str, found: Mapping[str, Ratio | None], colour: Mapping[str, int], largest: float) -> Chart:
-    """Horizontal bars from 0, a line at 1x, a whisker for each interval."""
+    """Horizontal bars from 0, a line at 1x, a whisker for each interval; no label lies across the line."""
     top, step = 6, 22
     left = 10 + 6.8 * min(NAME_WIDTH, max(len(one) for one in found))
     scale = (WIDTH - left - 54) / largest
-    end = top + step * len(found)
+    end, one_x = top + step * len(found), left + scale
     chart = Chart(f"Speedup, {name}", height=end + 18)
-    chart.words.append(Words(_tidy(left + scale), end + 14, "1x", "middle", soft=True))
+    chart.words.append(Words(_tidy(one_x), end + 14, "1x", "middle", soft=True))
     for index, (drafter, one) in enumerate(found.items()):
         y, middle = top + index * step, top + index * step + 9
         chart.words.append(Words(0, middle + 4, _short(drafter)))
         if one is None:
-            chart.words.append(Words(_tidy(left + 6), middle + 4, DASH, soft=True))
+            chart.words.append(Words(_clear_of(one_x, left + 6, DASH), middle + 4, DASH, soft=True))
             continue
         width = _tidy(one.value * scale)
         chart.boxes.append(Box(_tidy(left), y + 1, width, 16, colour[drafter], f"{drafter}, {name}: {ratio(one)}"))
@@ -136,13 +141,23 @@ def _speed_chart(name: str, found: Mapping[str, Ratio | None], colour: Mapping[s
             low, reach = _tidy(left + one.low * scale), _tidy(left + one.high * scale)
             chart.rules.append(Rule(low, middle, reach, middle, "whisker"))
             chart.rules += [Rule(x, middle - 3, x, middle + 3, "whisker") for x in (low, reach)]
-        chart.words.append(Words(_tidy(max(reach, left + width) + 6), middle + 4, times(one.value)))
-    chart.rules.insert(0, Rule(_tidy(left + scale), 0, _tidy(left + scale), end, "base"))
+        at = _clear_of(one_x, max(reach, left + width) + 6, times(one.value))
+        chart.words.append(Words(at, middle + 4, times(one.value)))
+    chart.rules.insert(0, Rule(_tidy(one_x), 0, _tidy(one_x), end, "base"))
     return chart
+
+
+def _clear_of(line: float, x: float, text: str) -> float:
+    """Where a label that should begin at x begins so that the upright line does not run through it."""
+    return _tidy(line + 6 if x - 3 < line < x + LETTER * len(text) + 3 else x)
 
 
 Points = list[tuple[str, float | None, str]]
 """Of one drafter: (label on the x axis, value, what a pointer over it is told)."""
+
+
+Sums = dict[tuple[int, str], list[float]]
+"""Of buckets, by (their low end, label): [weight, weighted sum]."""
 
 
 def accepted_in(report: Report, drafter: str) -> Iterator[Acceptance]:
@@ -156,7 +171,7 @@ def accepted_in(report: Report, drafter: str) -> Iterator[Acceptance]:
 def slot_chart(report: Report) -> Chart | None:
     """Conditional acceptance against the slot, pooled over the suites; from 0 to 1."""
     series = {}
-    for drafter in drafting(report):
+    for drafter in contestants(report):
         sums: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         for one in accepted_in(report, drafter.name):
             for slot in one.conditional:
@@ -175,41 +190,54 @@ def slot_chart(report: Report) -> Chart | None:
 
 
 def length_chart(report: Report) -> Chart | None:
-    """Macro acceptance length by output length: every question of all suites counts the same."""
-    series = {}
-    for drafter in drafting(report):
-        sums: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    """Macro acceptance length by output length: every question of all suites counts the same. None with less than two
+    buckets, which make no course."""
+    sums_of: dict[str, Sums] = {}
+    for drafter in contestants(report):
+        sums: Sums = defaultdict(lambda: [0.0, 0.0])
         for one in accepted_in(report, drafter.name):
             for bucket in one.by_output_length:
-                both = sums[bucket.low, bucket.label]
                 if bucket.macro_length is not None:
+                    both = sums[bucket.low, bucket.label]
                     both[0] += bucket.questions
                     both[1] += bucket.questions * bucket.macro_length
-        series[drafter.name] = _means(drafter.name, sums, "questions")
+        sums_of[drafter.name] = sums
+    series = _means(sums_of, "questions")
+    if len(_axis(series)) < 2:
+        return None
     return _line_chart("acc_len by output tokens, all suites (macro)", report, series, _length_ticks(series))
 
 
 def depth_chart(report: Report) -> Chart | None:
-    """Micro acceptance length by the tokens before a round's anchor, over all rounds of all suites."""
-    series = {}
-    for drafter in drafting(report):
-        sums: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    """Micro acceptance length by the tokens before a round's anchor, over all rounds of all suites. None with less than
+    two buckets."""
+    sums_of: dict[str, Sums] = {}
+    for drafter in contestants(report):
+        sums: Sums = defaultdict(lambda: [0.0, 0.0])
         for one in accepted_in(report, drafter.name):
             for bucket in one.by_context_depth:
-                both = sums[bucket.low, bucket.label]
                 if bucket.micro_length is not None:
+                    both = sums[bucket.low, bucket.label]
                     both[0] += bucket.rounds
                     both[1] += bucket.rounds * bucket.micro_length
-        series[drafter.name] = _means(drafter.name, sums, "rounds")
+        sums_of[drafter.name] = sums
+    series = _means(sums_of, "rounds")
+    if len(_axis(series)) < 2:
+        return None
     return _line_chart("Acceptance length by context depth, all suites (micro)", report, series, _length_ticks(series))
 
 
-def _means(name: str, sums: Mapping[tuple[int, str], Sequence[float]], unit: str) -> Points:
-    points: Points = []
-    for (_, label), (weight, total) in sorted(sums.items()):
-        value = total / weight if weight else None
-        points.append((label, value, f"{name}, {label}: {number(value)} over {weight:,.0f} {unit}"))
-    return points
+def _means(found: Mapping[str, Sums], unit: str) -> dict[str, Points]:
+    """Each drafter's means over the buckets that some drafter has something in; None where it has nothing itself."""
+    buckets = sorted({key for sums in found.values() for key in sums})
+    series: dict[str, Points] = {}
+    for name, sums in found.items():
+        series[name] = []
+        for low, label in buckets:
+            weight, total = sums.get((low, label), (0.0, 0.0))
+            value = total / weight if weight else None
+            series[name].append((label, value, f"{name}, {label}: {number(value)} over {weight:,.0f} {unit}"))
+    return series
 
 
 def _length_ticks(series: Mapping[str, Points]) -> list[float]:
@@ -271,7 +299,7 @@ def _grid(
 def histogram_chart(report: Report) -> Chart | None:
     """Share of the rounds that accepted k draft tokens, all suites together: bars of the drafters side by side."""
     shares: dict[str, list[tuple[int, int]]] = {}
-    for drafter in drafting(report):
+    for drafter in contestants(report):
         counts: dict[int, int] = defaultdict(int)
         for one in accepted_in(report, drafter.name):
             for k, count in enumerate(one.histogram):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -31,42 +32,33 @@ from dspark.bench.tables import (
     Table,
     acceptance_table,
     accepted,
-    counted_suites,
     detail_tables,
     drafter_table,
     drafting,
     mean_tables,
     means_note,
-    number,
     overall_table,
     partition_lines,
     prompt_span,
     setting,
     speed_table,
     suite_table,
-    times,
 )
 from dspark.bench.verdict import (
     all_ties,
+    cross_check,
     differences,
     differences_title,
     failures,
+    headlines,
     replay_faults,
     replay_line,
     training_lines,
-    verdict,
 )
 
 TEMPLATE = "report.html.j2"
-
-
-@dataclass(frozen=True)
-class Headline:
-    """A card: a figure and what it is. tone: good, bad or neither."""
-
-    figure: str
-    said: str
-    tone: str = ""
+_HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a page does not show, or what turns the order of the letters around; tabs and line ends stay."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +72,14 @@ class Segment:
 
 def render_report(report: Report) -> str:
     """The whole page as text."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown_text)
     environment.undefined = jinja2.StrictUndefined
     environment.filters["csp_hash"] = csp_hash
     template = environment.from_string(files("dspark").joinpath("assets", TEMPLATE).read_text(encoding="utf-8"))
     shown = [one.name for one in drafting(report) if any(answer.drafter == one.name for answer in report.answers)]
     return template.render(
         report=report,
-        headlines=list(headlines(report)),
+        headlines=headlines(report),
         colours=colours(report),
         drafters=drafting(report),
         speed_charts=speed_charts(report),
@@ -109,35 +101,16 @@ def write_report_page(report: Report, path: Path) -> Path:
     return write_page(path, render_report(report))
 
 
+def shown_text(value: Any) -> Any:
+    """What is quoted, with control and direction characters as escapes; markup of ours, and figures, as they are."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return _HIDDEN.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+
+
 def csp_hash(text: str) -> str:
     """The source expression of a Content-Security-Policy that lets in exactly this inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(str(text).encode()).digest()).decode()}'"
-
-
-def headlines(report: Report) -> Iterator[Headline]:
-    """The cards: the output, the fastest drafter, the longest acceptance, how much was asked."""
-    found = verdict(report)
-    tone = {"same": "good", "ties": "good", "different": "bad", "unchecked": ""}[found.kind]
-    yield Headline(found.headline, found.detail, tone)
-    speeds = [(one.mean_speedup, one.drafter) for one in report.overall if one.mean_speedup is not None]
-    if speeds:
-        best, name = max(speeds)
-        loss = ": slower than plain decoding" if best < 1 else ""
-        said = f"mean speedup of {name}, end to end, the fastest of {len(speeds)}{loss}"
-        yield Headline(times(best), said, "bad" if best < 1 else "")
-    drafted = {one.name for one in drafting(report)}
-    lengths = [
-        (one.mean_macro_length, one.drafter)
-        for one in report.overall
-        if one.mean_macro_length is not None and one.drafter in drafted
-    ]
-    if lengths:
-        best, name = max(lengths)
-        yield Headline(number(best), f"tokens a target pass with {name}: mean acc_len, bonus counted")
-    suites = counted_suites(report)
-    missing = f"; {len(report.missing)} more could not be had" if report.missing else ""
-    said = f"questions of {len(suites)} suite{'' if len(suites) == 1 else 's'}{missing}"
-    yield Headline(f"{sum(suite.questions for suite in suites):,}", said)
 
 
 def _charts(report: Report) -> Iterator[Chart]:
@@ -200,6 +173,7 @@ def _findings(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield differences_title(report), differences(report)
     yield "Replay faults", replay_faults(report)
     yield "Ties", all_ties(report)
+    yield "Rounds in Transformers", cross_check(report)
     yield "Prompts in the training set", training_lines(report)
     yield "Suites that could not be had", [f"{one.name}: {one.reason}" for one in report.missing]
     yield "Failures", failures(report)

@@ -17,12 +17,17 @@ from dspark.bench.report import (
     Overall,
     Ratio,
     Report,
+    Slot,
     Speed,
     Spread,
     SuiteReport,
 )
 
 DASH = "—"
+PEERS = frozenset({"transformers", "transformers-dflash"})
+"""Kinds that our engine does not run: they are shown beside the drafters and win nothing."""
+FEW = 10
+"""Under so many rounds a share is shown with its counts."""
 LENGTHS = (
     "acc_len: accepted draft tokens + 1 (bonus counted), mean within each question, then equally over questions "
     "(macro). micro: 1 + accepted / rounds over all rounds. completion / round: output tokens / rounds, which counts "
@@ -31,7 +36,7 @@ LENGTHS = (
 )
 SLOTS = (
     "Slot k: of the rounds in which drafts 1 to k-1 were accepted and k was verified, the share that accepted k (bonus "
-    "not counted)."
+    "not counted). Under 10 verified rounds, their counts in brackets."
 )
 
 
@@ -90,6 +95,16 @@ def drafting(report: Report) -> list[Drafter]:
     return [drafter for drafter in report.drafters if not is_baseline(report, drafter)]
 
 
+def is_peer(drafter: Drafter) -> bool:
+    """Whether another engine runs it, for comparison."""
+    return drafter.kind in PEERS
+
+
+def contestants(report: Report) -> list[Drafter]:
+    """The drafters that are measured: neither the baseline nor peers."""
+    return [drafter for drafter in drafting(report) if not is_peer(drafter)]
+
+
 def counted_suites(report: Report) -> list[SuiteReport]:
     """The suites that the means are taken over."""
     return [suite for suite in report.suites if not suite.apart]
@@ -103,6 +118,27 @@ def first_speed(column: Column | None) -> Speed | None:
 def batch(speed: Speed) -> str:
     """Requests in flight; 0 stands for arrivals at a rate, where no number of them is kept."""
     return str(speed.batch) if speed.batch else "open loop"
+
+
+def at_batch(size: int | None) -> str:
+    """Where a speed was taken, in words: batch 1; None: not the same in every suite."""
+    return "the smallest batch" if size is None else f"batch {size}" if size else "open loop"
+
+
+def mean_batch(report: Report, drafter: str) -> int | None:
+    """The batch that a drafter's mean speedup is taken at; None where its suites have no common one."""
+    mean = overall_of(report, drafter)
+    if mean is not None and mean.batch is not None:
+        return mean.batch
+    found = {one.batch for suite in counted_suites(report) if (one := first_speed(suite.columns.get(drafter)))}
+    return found.pop() if len(found) == 1 else None
+
+
+def means_at(report: Report) -> str:
+    """The batches that the mean speedups stand at, in words."""
+    means = [overall_of(report, one.name) for one in drafting(report)]
+    said = {at_batch(mean_batch(report, one.drafter)) for one in means if one and one.mean_speedup is not None}
+    return " or ".join(sorted(said)) or "the smallest batch"
 
 
 def overall_of(report: Report, drafter: str) -> Overall | None:
@@ -119,26 +155,40 @@ def accepted(report: Report, suite: SuiteReport) -> Iterator[tuple[Drafter, Acce
 
 
 def mean_tables(report: Report) -> list[Table]:
-    """The published speed table, one for every pair of widths; without two widths, each drafter's mean speedup."""
+    """The published speed table, one for every pair of widths, and which draft each is; without two widths, each
+    drafter's mean speedup."""
     pairs: dict[tuple[int, int], list[Change]] = {}
     for one in report.changes:
         pairs.setdefault((one.low_n, one.high_n), []).append(one)
-    tables = [
-        Table(
-            title="Mean speedup",
-            header=["target", "draft", f"n = {a} mean speedup", f"n = {b} mean speedup", f"change from n = {a}"],
-            rows=[[report.target, one.draft, times(one.low), times(one.high), change(one.change)] for one in found],
-            labels=2,
-        )
-        for (a, b), found in pairs.items()
-    ]
-    return tables or [_plain_means(report)]
+    title = f"Mean speedup, {means_at(report)}"
+    tables = []
+    for (a, b), found in pairs.items():
+        header = ["target", "draft", f"n = {a} mean speedup", f"n = {b} mean speedup", f"change from n = {a}"]
+        rows = []
+        for one in found:
+            named = [drafter for drafter in contestants(report) if _family(drafter) == one.draft]
+            figures = [times(one.low), times(one.high), change(one.change)]
+            rows.append([report.target, one.draft, *figures, "; ".join(dict.fromkeys(map(identity, named))) or DASH])
+        tables.append(Table(title, [*header, "checkpoint"], rows, labels=2))
+    return tables or [_plain_means(report, title)]
 
 
-def _plain_means(report: Report) -> Table:
-    means = [(drafter, overall_of(report, drafter.name)) for drafter in drafting(report)]
-    rows = [[report.target, drafter.name, times(mean.mean_speedup if mean else None)] for drafter, mean in means]
-    return Table("Mean speedup", ["target", "draft", "mean speedup"], rows, labels=2)
+def _plain_means(report: Report, title: str) -> Table:
+    rows = []
+    for drafter in drafting(report):
+        mean = overall_of(report, drafter.name)
+        rows.append([report.target, drafter.name, times(mean.mean_speedup if mean else None), identity(drafter)])
+    return Table(title, ["target", "draft", "mean speedup", "checkpoint"], rows, labels=2)
+
+
+def _family(drafter: Drafter) -> str:
+    return drafter.name.removesuffix(f" n = {drafter.n}")
+
+
+def identity(drafter: Drafter) -> str:
+    """Which draft it is: where it lies, and its parameters."""
+    size = "" if drafter.parameters is None else f"{drafter.parameters:,} parameters"
+    return ", ".join(part for part in (drafter.draft, size) if part) or DASH
 
 
 def overall_table(report: Report) -> Table:
@@ -150,18 +200,26 @@ def overall_table(report: Report) -> Table:
             continue
         lengths = (mean.mean_macro_length, mean.mean_macro_length_without_loops)
         rows.append(
-            [drafter.name, times(mean.mean_speedup), times(mean.mean_decode_speedup), *(number(x, 4) for x in lengths)]
+            [
+                *(drafter.name, _mean_batch(report, mean), times(mean.mean_speedup), times(mean.mean_decode_speedup)),
+                *(number(x, 4) for x in lengths),
+            ]
         )
-    header = ["drafter", "speedup", "speedup, decode only", "acc_len", "acc_len without loops"]
+    header = ["drafter", "batch", "speedup", "speedup, decode only", "acc_len", "acc_len without loops"]
     return Table("Means over suites", header, rows, note=means_note(report))
+
+
+def _mean_batch(report: Report, mean: Overall) -> str:
+    found = mean_batch(report, mean.drafter)
+    return DASH if found is None else str(found) if found else "open loop"
 
 
 def means_note(report: Report) -> str:
     """Over what the means are taken, and how."""
     named = ", ".join(suite.name for suite in counted_suites(report)) or "no suite"
     return (
-        f"The simple unweighted mean over {named}; not weighted by the number of prompts. A dash: one of them lacks "
-        "the figure."
+        f"The simple unweighted mean over {named}; not weighted by the number of prompts; speedups at "
+        f"{means_at(report)}. A dash: one of them lacks the figure."
     )
 
 
@@ -249,10 +307,11 @@ def prompt_span(suite: SuiteReport) -> str:
 
 
 def length_tables(report: Report, suite: SuiteReport) -> list[Table]:
-    """acc_len by output length, as published; drafters whose answers fall into the same buckets share a table."""
+    """acc_len by output length, as published: from the first bucket with questions to the last. Drafters whose answers
+    fall into the same buckets share a table."""
     groups: dict[tuple[tuple[object, ...], ...], list[tuple[Drafter, list[LengthBucket]]]] = {}
     for drafter, found in accepted(report, suite):
-        buckets = found.by_output_length
+        buckets = _filled_span(found.by_output_length)
         if buckets:
             key = tuple((one.label, one.questions, one.shortest, one.longest) for one in buckets)
             groups.setdefault(key, []).append((drafter, buckets))
@@ -267,6 +326,12 @@ def length_tables(report: Report, suite: SuiteReport) -> list[Table]:
     return tables
 
 
+def _filled_span(buckets: Sequence[LengthBucket]) -> list[LengthBucket]:
+    """Without the empty buckets before the first and behind the last that holds a question."""
+    filled = [index for index, one in enumerate(buckets) if one.questions]
+    return list(buckets[filled[0] : filled[-1] + 1]) if filled else []
+
+
 def _range(bucket: LengthBucket) -> str:
     return DASH if bucket.shortest is None or bucket.longest is None else f"{bucket.shortest:,}–{bucket.longest:,}"
 
@@ -274,12 +339,12 @@ def _range(bucket: LengthBucket) -> str:
 def depth_table(report: Report, suite: SuiteReport) -> Table | None:
     """Micro acceptance length by how many tokens lie before a round's anchor, with the rounds in it."""
     found = [(drafter, acceptance.by_context_depth) for drafter, acceptance in accepted(report, suite)]
-    labels = {bucket.low: bucket.label for _, buckets in found for bucket in buckets}
+    labels = {bucket.low: bucket.label for _, buckets in found for bucket in buckets if bucket.rounds}
     if not labels:
         return None
     rows = []
     for drafter, buckets in found:
-        known = {bucket.low: f"{number(bucket.micro_length)} ({bucket.rounds:,})" for bucket in buckets}
+        known = {one.low: f"{number(one.micro_length)} ({one.rounds:,})" for one in buckets if one.rounds}
         rows.append([drafter.name, *(known.get(low, DASH) for low in sorted(labels))])
     header = ["drafter", *(labels[low] for low in sorted(labels))]
     note = "Micro acceptance length of the rounds whose anchor has so many tokens before it (rounds in brackets)."
@@ -290,9 +355,15 @@ def slot_table(report: Report, suite: SuiteReport) -> Table | None:
     """Conditional acceptance of each slot."""
     found = [(drafter, one.conditional) for drafter, one in accepted(report, suite) if one.conditional]
     width = max((len(slots) for _, slots in found), default=0)
-    rows = [[drafter.name, *_filled((number(slot.rate, 3) for slot in slots), width)] for drafter, slots in found]
+    rows = [[drafter.name, *_filled(map(_slot, slots), width)] for drafter, slots in found]
     header = ["drafter", *(f"slot {k}" for k in range(1, width + 1))]
     return Table(f"{suite.name}: conditional acceptance by slot", header, rows, note=SLOTS) if rows else None
+
+
+def _slot(slot: Slot) -> str:
+    """Its share; of few rounds with the counts it is made of."""
+    counts = f" ({slot.accepted}/{slot.verified})" if 0 < slot.verified < FEW else ""
+    return number(slot.rate, 3) + counts
 
 
 def histogram_table(report: Report, suite: SuiteReport) -> Table | None:
@@ -327,8 +398,9 @@ def latency_table(report: Report, suite: SuiteReport) -> Table | None:
         rows.append(
             [
                 *(drafter.name, batch(speed)),
-                *(_mean_p50_p99(x) for x in (speed.first_token, speed.inter_token, speed.time_per_token)),
-                *(_mean_p50_p99(speed.latency), milliseconds(speed.draft_seconds), milliseconds(speed.verify_seconds)),
+                *(_mean_p50_p99(speed.first_token), _inter_token(drafter, speed)),
+                *(_mean_p50_p99(x) for x in (speed.time_per_token, speed.latency)),
+                *(milliseconds(speed.draft_seconds), milliseconds(speed.verify_seconds)),
                 *(percent(speed.engine_share), percent(speed.bench_share)),
             ]
         )
@@ -342,6 +414,13 @@ def latency_table(report: Report, suite: SuiteReport) -> Table | None:
 
 def _mean_p50_p99(spread: Spread | None) -> str:
     return DASH if spread is None else " / ".join(milliseconds(x) for x in (spread.mean, spread.p50, spread.p99))
+
+
+def _inter_token(drafter: Drafter, speed: Speed) -> str:
+    """The gaps between chunks, or why there are none."""
+    if speed.inter_token is None:
+        return f"{DASH} ({'answers are not streamed' if is_peer(drafter) else 'no second chunk'})"
+    return _mean_p50_p99(speed.inter_token)
 
 
 DETAILS: tuple[Callable[[Report, SuiteReport], Table | None], ...] = (
