@@ -23,7 +23,6 @@ from dspark.bench.tables import (
     DASH,
     Table,
     drafting,
-    first_speed,
     is_baseline,
     mean_tables,
     means_note,
@@ -31,7 +30,17 @@ from dspark.bench.tables import (
     overall_table,
     ratio,
 )
-from dspark.bench.verdict import all_ties, differences, differences_title, failures, replay_faults, verdict
+from dspark.bench.tables import batch as size_of
+from dspark.bench.verdict import (
+    all_ties,
+    cross_check,
+    differences,
+    differences_title,
+    failures,
+    headlines,
+    replay_faults,
+    verdict,
+)
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 
@@ -49,7 +58,7 @@ def report_command(
     if len(reports) == 1:
         report = read_report(reports[0])
         folder = out or (reports[0] if reports[0].is_dir() else reports[0].parent)
-        _say(report)
+        show_report(report)
         try:
             write_text(folder / "report.md", report_markdown(report))
         except OSError as error:
@@ -76,8 +85,12 @@ def gate_command(
     min_acceptance: Annotated[
         float | None, typer.Option(help="Acceptance length at least (macro, bonus counted), e.g. 2.5.")
     ] = None,
-    min_speedup: Annotated[float | None, typer.Option(help="Speedup at least, end to end, e.g. 1.2.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Only this one; else all but the baseline.")] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(help="Speedup at least, end to end, at every batch, e.g. 1.2.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Only this one; else all but the baseline and other engines.")
+    ] = None,
     suite: Annotated[
         list[str] | None, typer.Option(help="This suite on its own (again for more); else the means over suites.")
     ] = None,
@@ -88,11 +101,16 @@ def gate_command(
         bool, typer.Option("--allow-differences", help="Let answers differ from plain decoding's.")
     ] = False,
     allow_failed: Annotated[bool, typer.Option("--allow-failed", help="Let requests have failed.")] = False,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Let suites that could not be had be missing from the means.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(help="Speedup at this batch only; else at every one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Hold a report against bounds, for continuous integration: exit code 0 if it holds, 1 if not, 2 for bad input."""
     read = read_report(report)
-    found = gate(read, min_acceptance, min_speedup, drafter, suite or [], lower_bound, allow_differences, allow_failed)
+    allowed = (allow_differences, allow_failed, allow_missing)
+    found = gate(read, min_acceptance, min_speedup, drafter, suite or [], lower_bound, *allowed, batch=batch)
     if as_json:
         failed = [{**asdict(one), "message": str(one)} for one in found]
         print(json.dumps({"passed": not found, "failures": failed, "notes": notes(read)}))
@@ -113,32 +131,39 @@ def _verdict(found: list[Failure], report: Report) -> None:
 
 
 def terminal_table(report: Report) -> Table:
-    """What fits on 80 columns: speed and acceptance of every drafter by suite, at the smallest batch."""
+    """What fits on 80 columns: speed and acceptance of every drafter by suite, a line a batch."""
     rows = []
     for suite in report.suites:
         for drafter in report.drafters:
             column = suite.columns.get(drafter.name)
             if column is None or (column.acceptance is None and not column.speed):
                 continue
-            speed, accepted = first_speed(column), column.acceptance
-            speedup = "1 (baseline)" if is_baseline(report, drafter) else ratio(speed.speedup if speed else None)
-            tokens = number(speed.tokens_per_s, 1) if speed else DASH
-            rows.append(
-                [suite.name, drafter.name, tokens, speedup, number(accepted.macro_length if accepted else None)]
-            )
-    return Table("By suite", ["suite", "drafter", "tokens/s", "speedup", "acc_len"], rows, labels=2)
+            length = number(column.acceptance.macro_length if column.acceptance else None)
+            if not column.speed:
+                rows.append([suite.name, drafter.name, DASH, DASH, DASH, length])
+            for index, speed in enumerate(column.speed):
+                speedup = "1 (baseline)" if is_baseline(report, drafter) else ratio(speed.speedup)
+                figures = [size_of(speed), number(speed.tokens_per_s, 1), speedup]
+                rows.append([suite.name, drafter.name, *figures, DASH if index else length])
+    return Table("By suite", ["suite", "drafter", "batch", "tokens/s", "speedup", "acc_len"], rows, labels=2)
 
 
-def _say(report: Report) -> None:
+def show_report(report: Report) -> None:
+    """The report in the terminal, in 80 columns."""
     found = verdict(report)
     _print(f"{report.target}, {report.kind}, {report.created}: {found.headline} ({found.detail})")
-    for table in (*mean_tables(report), overall_table(report), terminal_table(report)):
+    for one in headlines(report)[1:]:
+        _print(f"{one.figure} {one.said}")
+    means = mean_tables(report)
+    narrow = [Table(one.title, one.header[:-1], [row[:-1] for row in one.rows], one.labels) for one in means]
+    for table in (*narrow, overall_table(report), terminal_table(report)):
         if table.rows:
             _show(table)
     if drafting(report):
         _print(means_note(report))
     _listed(differences_title(report).upper(), [*differences(report), *replay_faults(report)])
     _listed("ties", all_ties(report))
+    _listed("rounds in Transformers", cross_check(report))
     _listed("could not be had", [f"{one.name}: {one.reason}" for one in report.missing])
     _listed("failures", failures(report))
 
