@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dspark.bench.report import Report, read_report, write_report
 from dspark.bench.report_commands import report_command, terminal_table
-from dspark.bench.runs import compare_reports, runs_markdown
+from dspark.bench.runs import LINES, compare_reports, runs_markdown
 from dspark.errors import DsparkError
 
 app = typer.Typer()
@@ -52,10 +52,22 @@ def test_versions_and_weights_are_said_and_bar_nothing() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"target": "another"}, {"settings": {"max tokens": 64, "temperature": 0.0, "batch": [1, 4], "threads": 2}}],
-    ids=["target", "setting"],
+    [
+        {"target": "another"},
+        *(
+            {"settings": {**make_report().settings, **one}}
+            for one in (
+                {"max_tokens": 64},
+                {"sampling": "temperature 0.8"},
+                {"template": "abc"},
+                {"thinking": True},
+                {"system_prompt": "Be brief."},
+            )
+        ),
+    ],
+    ids=["target", "max_tokens", "sampling", "template", "thinking", "system_prompt"],
 )
-def test_another_target_or_setting_bars_everything(changes: dict[str, Any]) -> None:
+def test_another_target_or_setting_of_the_tokens_bars_everything(changes: dict[str, Any]) -> None:
     found = compare_reports(pair(**changes))
     assert found.acceptance is None and found.speed is None
     assert any("not set side by side" in line for line in found.refusals)
@@ -64,26 +76,91 @@ def test_another_target_or_setting_bars_everything(changes: dict[str, Any]) -> N
     assert "## What differs" in text and "## Not compared" in text
 
 
-def test_an_unknown_setting_bars_too() -> None:
+def test_an_unknown_setting_bars_speeds() -> None:
     found = compare_reports(pair(settings={**make_report().settings, "something new": True}))
-    assert found.acceptance is None and "something new: not given in old; yes in new" in found.differences
+    assert found.speed is None and "something new: not given in old; yes in new" in found.differences
+
+
+def test_ways_to_name_greedy_are_one() -> None:
+    settings = {**make_report().settings, "temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": None}
+    del settings["sampling"]
+    found = compare_reports(pair(settings=settings))
+    assert found.differences == [] and found.speed is not None
+    found = compare_reports(pair(settings={**settings, "temperature": 0.7}))
+    assert found.acceptance is None
+    assert found.differences == ["sampling: greedy in old; temperature 0.7, top_k -1, top_p 1.0, min_p 0.0 in new"]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"machine": {**make_report().machine, "processor": "a faster one"}},
-        {"settings": {**make_report().settings, "threads": 8}},
+        *(
+            {"settings": {**make_report().settings, **one}}
+            for one in ({"threads": 8}, {"kernels": "none"}, {"concurrency": 4}, {"rate": 2.0}, {"engine": "vllm"})
+        ),
         {"kind": "live"},
         {"baseline": "DSpark n = 3"},
     ],
-    ids=["machine", "threads", "kind", "baseline"],
+    ids=["machine", "threads", "kernels", "concurrency", "rate", "engine", "kind", "baseline"],
 )
 def test_another_machine_bars_speeds_alone(changes: dict[str, Any]) -> None:
     found = compare_reports(pair(**changes))
     assert found.acceptance is not None and found.speed is None
     assert len(found.refusals) == 1 and found.refusals[0].startswith("speeds are not set side by side: ")
     assert found.refusals[0].endswith(" is not the same")
+
+
+def test_batches_and_timed_prompts_bar_nothing_by_themselves() -> None:
+    found = compare_reports(pair(settings={**make_report().settings, "batches": [1, 8], "speed_limit": 3}))
+    assert found.acceptance is not None and found.speed is not None and found.refusals == []
+
+
+def test_the_same_name_over_other_prompts_is_another_suite() -> None:
+    """Everything but the hash is the same, in the only suite: no figure stands beside another."""
+    runs = {"old": make_report(2, ("GSM8K",)), "new": make_report(2, ("GSM8K",))}
+    assert compare_reports(runs).acceptance is not None
+    runs["new"].suites[0].prompts_sha256 = "1" * 64
+    found = compare_reports(runs)
+    assert found.acceptance is None and found.speed is None
+    assert found.refusals == ["GSM8K is not compared: its prompts are not the same"]
+    assert "3.1454" not in runs_markdown(found) and "0.87x" not in runs_markdown(found)
+
+
+def renamed(report: Report, name: str, other: str) -> Report:
+    return Report.model_validate_json(report.model_dump_json().replace(name, other))
+
+
+def test_a_drafter_of_another_name_with_the_same_weights_is_the_same() -> None:
+    runs = {"old": make_report(2), "new": renamed(make_report(2), "DSpark n = ", "mine n = ")}
+    found = compare_reports(runs)
+    assert found.acceptance is not None and found.speed is not None
+    assert rows(found.acceptance)["GSM8K", "DSpark n = 3"] == ["3.1454", "3.1454", "+0.0%"]
+    assert {drafter for _, drafter in rows(found.acceptance)} == {"DSpark n = 3", "DSpark n = 7"}
+    assert "drafter DSpark n = 3: named mine n = 3 in new (same weights and width)" in found.differences
+    assert runs["new"].drafters[1].name == "mine n = 3", "the report itself stays as it is"
+    for change in ({"weights_sha256": "cd" * 32}, {"n": 4}, {"kind": "dflash"}, {"weights_sha256": None}):
+        other = renamed(make_report(2), "DSpark n = ", "mine n = ")
+        other.drafters[1] = other.drafters[1].model_copy(update=change)
+        found = compare_reports({"old": make_report(2), "new": other})
+        assert rows(found.acceptance)["GSM8K", "mine n = 3"][:2] == ["—", "3.1454"], change
+
+
+def test_what_differs_is_said_shortly() -> None:
+    told = {"version": "0.9", "speculative": {"method": "dspark", "tokens": 7}}
+    one = {**make_report().settings, **{f"knob {i}": i for i in range(20)}, "server endpoint": str(told), "about": told}
+    told = {"version": "0.9", "speculative": {"method": "dspark", "tokens": 3}}
+    two = {**make_report().settings, "server endpoint": str(told), "about": told, "note": "x\n" * 300}
+    found = compare_reports({"old": make_report(settings=one), "new": make_report(settings=two)})
+    assert len(found.differences) == LINES and found.differences[-1].startswith("and 12 more: ")
+    assert all("{" not in line and "\n" not in line and len(line) < 200 for line in found.differences)
+    assert len(found.refusals[-1]) < 200 and " more are not the same" in found.refusals[-1]
+    assert found.acceptance is not None and found.speed is None
+    few = [make_report(settings={**make_report().settings, "server endpoint": one["server endpoint"]}), make_report()]
+    few[1].settings["server endpoint"] = two["server endpoint"]
+    found = compare_reports(dict(zip(("old", "new"), few)))
+    assert found.differences == ["server endpoint: speculative: tokens: 7 in old; 3 in new"]
+    assert found.speed is not None, "that is what such a comparison is about"
 
 
 def test_other_prompts_bar_their_suite() -> None:
@@ -150,11 +227,18 @@ def test_one_report_is_written_anew_and_shown(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("written")), out
     assert "n = 3 mean" in out and "+15.1%" in out and "0.87x" in out and "LiveCodeBench: not on this disk" in out
-    assert "simple unweighted mean" in " ".join(out.split())
+    assert "simple unweighted mean" in " ".join(out.split()) and "batch 1" in out
     other = tmp_path / "elsewhere"
     run(tmp_path / "report.json", "--out", other)
     assert sorted(one.name for one in other.iterdir()) == ["report.html", "report.md"]
     assert read_report(tmp_path).target == "SmolLM2-135M-Instruct"
+
+
+def test_a_file_that_nests_without_end_is_one_line_of_error(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("[" * 200000)
+    with pytest.raises(DsparkError, match="cannot be read as JSON") as refused:
+        run(tmp_path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 def test_several_reports_are_compared(tmp_path: Path) -> None:
@@ -188,4 +272,10 @@ def test_the_terminals_table_fits_and_skips_what_is_not_there() -> None:
     report = make_report()
     report.suites[0].columns["DSpark n = 3"].speed = []
     table = terminal_table(report)
-    assert table.rows[1] == ["GSM8K", "DSpark n = 3", "—", "—", "3.15"]
+    assert [row[:3] for row in table.rows[:3]] == [
+        ["GSM8K", "plain", "1"],
+        ["GSM8K", "plain", "4"],
+        ["GSM8K", "DSpark n = 3", "—"],
+    ]
+    assert table.rows[2] == ["GSM8K", "DSpark n = 3", "—", "—", "—", "3.15"]
+    assert [row[2] for row in table.rows if row[0] == "AIME26"] == ["1", "4"] * 3, "every batch"

@@ -1,13 +1,15 @@
 """Several reports side by side, and only what may stand side by side.
 
 Acceptance lengths compare where target, prompts and every setting that reaches the tokens are the same; speeds where
-the machine and the settings that reach the clock are the same as well. Everything that differs is said. Versions of
-software and weights of drafts are what such a comparison is usually about: they are said and bar nothing.
+the machine and all other settings are the same as well. What differs is said, shortly. Versions of software and weights
+of drafts are what such a comparison is usually about: they are said and bar nothing. A drafter of another name with the
+same weights and width is the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,8 +21,11 @@ from dspark.errors import DsparkError
 
 SAID_BY_PROMPTS = frozenset({"suites", "limit", "shuffle", "speed_limit", "batches", "texts", "target"})
 """Settings that bar nothing themselves: the prompts' hashes, the timed questions and the batch of a line tell."""
-SPEED_ONLY = frozenset({"threads", "kernels"})
-"""Settings that reach the clock, but not the tokens (but for ties)."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+TOKENS = frozenset({"sampling", "max_tokens", "template", "thinking", "system_prompt", "ignore_eos"})
+"""Settings that reach the tokens; all others reach the clock at most (but for ties)."""
+LINES, SHOWN = 12, 60
+"""At most so many lines of differences, and so many letters of a value."""
 VERSIONS = frozenset({"python", "dspark", "torch", "transformers", "vllm", "sglang"})
 """Labels of the machine that name software."""
 Values = list[str]
@@ -45,7 +50,9 @@ def compare_reports(reports: Mapping[str, Report]) -> Compared:
     if len(reports) < 2:
         raise DsparkError("reports", list(reports), "a comparison needs at least two reports")
     found = Compared(list(reports))
+    reports = _under_one_name(found, reports)
     both, clock = _differences(found, reports)
+    found.differences = _condensed(found.differences)
     suites = _shared_suites(found, reports)
     if both:
         found.refusals.append(f"acceptance lengths and speeds are not set side by side: {_and(both)} not the same")
@@ -82,7 +89,9 @@ def _differences(found: Compared, reports: Mapping[str, Report]) -> tuple[list[s
 
     def note(label: str, values: Values, bars: list[str] | None = None) -> None:
         if len(set(values)) > 1:
-            found.differences.append(f"{label}: " + "; ".join(f"{v} in {n}" for n, v in zip(found.names, values)))
+            shown = [_short(value) for value in values]
+            said = "; ".join(f"{one} in {name}" for name, one in zip(found.names, shown))
+            found.differences.append(f"{label}: {said if len(set(shown)) > 1 else 'not the same; too long to show'}")
             if bars is not None:
                 bars.append(label)
 
@@ -91,9 +100,12 @@ def _differences(found: Compared, reports: Mapping[str, Report]) -> tuple[list[s
     note("kind of run", [one.kind for one in every], clock)
     note("baseline", [one.baseline or "none" for one in every], clock)
     note("dspark", [one.dspark for one in every])
-    for label in _labels(one.settings for one in every):
-        bars = None if label in SAID_BY_PROMPTS else clock if label in SPEED_ONLY else both
-        note(label, [setting(one.settings[label]) if label in one.settings else "not given" for one in every], bars)
+    chosen = [_settings(one) for one in every]
+    labels = _labels(chosen)
+    for label in (*(one for one in labels if one in TOKENS), *(one for one in labels if one not in TOKENS)):
+        free = label in SAID_BY_PROMPTS or label.startswith("server ")
+        bars = None if free else both if label in TOKENS else clock
+        note(label, [one.get(label, "not given") for one in chosen], bars)
     for label in _labels(one.machine for one in every):
         values = [one.machine.get(label, "not known") for one in every]
         if label != "dspark":
@@ -101,6 +113,85 @@ def _differences(found: Compared, reports: Mapping[str, Report]) -> tuple[list[s
     for name in _shared([one.name for one in drafting(report)] for report in every):
         note(f"drafter {name}", [_identity(report, name) for report in every])
     return both, clock
+
+
+def _settings(report: Report) -> dict[str, str]:
+    """What was chosen, in words, by label. How tokens are drawn is one label, however a run names its parts; what
+    servers tell of themselves has one for each part."""
+    found: dict[str, str] = {}
+    for label, value in report.settings.items():
+        if label not in SAMPLING:
+            found.update(_flat(label, value))
+    if "sampling" not in found and "temperature" in report.settings:
+        known = [(name, report.settings.get(name)) for name in SAMPLING if name != "ignore_eos"]
+        parts = [f"{name} {setting(value)}" for name, value in known if value is not None]
+        found["sampling"] = ", ".join(parts) if report.settings["temperature"] else "greedy"
+    if report.settings.get("ignore_eos"):
+        found["ignore_eos"] = setting(True)
+    return found
+
+
+def _flat(label: str, value: object) -> Iterator[tuple[str, str]]:
+    """A setting's value; of a table, given as such or as its text, each of its values."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = "as the server tells"
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _flat(f"{label}: {key}", one)
+    else:
+        yield label, setting(value)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+
+
+def _condensed(lines: list[str]) -> list[str]:
+    """The first ones, and the labels of the rest."""
+    if len(lines) <= LINES:
+        return lines
+    kept, rest = lines[: LINES - 1], [line.split(": ")[0] for line in lines[LINES - 1 :]]
+    return [*kept, f"and {len(lines) - len(kept)} more: {_short(', '.join(dict.fromkeys(rest)))}"]
+
+
+def _under_one_name(found: Compared, reports: Mapping[str, Report]) -> dict[str, Report]:
+    """The runs with each drafter under the name that it has in the first run with its kind, weights and width."""
+    known: dict[tuple[str, str | None, int | None], str] = {}
+    made = {}
+    for run, report in reports.items():
+        own = {one.name for one in report.drafters}
+        names: dict[str, str] = {}
+        for one in report.drafters:
+            name = known.get(_weights(one), one.name)
+            if one.weights_sha256 is not None and name not in own and name not in names.values():
+                names[one.name] = name
+                found.differences.append(f"drafter {name}: named {one.name} in {run} (same weights and width)")
+        made[run] = _renamed(report, names)
+        for one in made[run].drafters:
+            if one.weights_sha256 is not None and one.name not in known.values():
+                known.setdefault(_weights(one), one.name)
+    return made
+
+
+def _weights(drafter: Drafter) -> tuple[str, str | None, int | None]:
+    return drafter.kind, drafter.weights_sha256, drafter.n
+
+
+def _renamed(report: Report, names: Mapping[str, str]) -> Report:
+    """A copy in which the figures of drafters stand under other names."""
+    if not names:
+        return report
+    drafters = [one.model_copy(update={"name": names.get(one.name, one.name)}) for one in report.drafters]
+    suites = [
+        suite.model_copy(update={"columns": {names.get(name, name): one for name, one in suite.columns.items()}})
+        for suite in report.suites
+    ]
+    baseline = None if report.baseline is None else names.get(report.baseline, report.baseline)
+    return report.model_copy(update={"drafters": drafters, "suites": suites, "baseline": baseline})
 
 
 def _identity(report: Report, name: str) -> str:
@@ -215,5 +306,7 @@ def _shared(parts: Iterable[Iterable[Item]]) -> list[Item]:
     return [one for one in first if all(one in part for part in rest)]
 
 
-def _and(labels: list[str]) -> str:
+def _and(labels: list[str], limit: int = 6) -> str:
+    if len(labels) > limit:
+        labels = [*labels[:limit], f"{len(labels) - limit} more"]
     return f"{', '.join(labels[:-1])} and {labels[-1]} are" if len(labels) > 1 else f"{labels[0]} is"
