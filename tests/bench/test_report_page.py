@@ -157,6 +157,8 @@ def test_headlines_are_honest() -> None:
     assert cards[0].tone == cards[1].tone == "bad" and cards[0].figure == "NOT LOSSLESS"
     assert cards[1].figure == "0.90x" and "slower than plain decoding" in cards[1].said
     assert "batch 1" in cards[1].said
+    alone = headlines(make_report(1))[1].said
+    assert alone.endswith("end to end, batch 1"), "of one, nobody is the fastest"
 
 
 def test_other_engines_win_nothing() -> None:

@@ -50,7 +50,8 @@ def headlines(report: Report) -> list[Headline]:
         best, name = max(speeds)
         loss = ": slower than plain decoding" if best < 1 else ""
         place = at_batch(mean_batch(report, name))
-        said = f"mean speedup of {name}, end to end, {place}, the fastest of {len(speeds)}{loss}"
+        among = f", the fastest of {len(speeds)}" if len(speeds) > 1 else ""
+        said = f"mean speedup of {name}, end to end, {place}{among}{loss}"
         cards.append(Headline(times(best), said, "bad" if best < 1 else ""))
     lengths = [
         (mean.mean_macro_length, name)
