@@ -319,6 +319,19 @@ def test_a_counter_that_goes_back_ends_the_run(fake):
     assert "was restarted while it was measured" in said and kept == []
 
 
+def test_a_baseline_that_began_anew_ends_the_run(fake):
+    counters = VllmCounters()
+    pages = {"/metrics": counters.page, "/v1/engine": {"target": "m", "draft": None, "n": 0, "max_batch": 4}}
+    plain, drafted = fake(vllm_events, pages=pages), fake(vllm_events, pages={})
+    assert run_live({"a": [TALK]}, Endpoint(plain.url, "dspark"), None, ALONE).counted == {}
+
+    def restart(sample):
+        counters.born += 1
+
+    sides = Endpoint(drafted.url, "dspark"), Endpoint(plain.url, "dspark")
+    assert "_created" in refusal({"a": [TALK]}, *sides, ALONE, on_progress=restart)
+
+
 def test_a_server_that_is_another_one_in_the_next_suite_ends_the_run(fake):
     server = fake(vllm_events, pages={"/version": {"version": "0.32.0"}})
     kept = []

@@ -337,16 +337,19 @@ class _Asker:
         return last
 
     async def _count(self, unit: Unit, before: Counters, samples: Sequence[Sample]) -> Counters:
-        """Keep what was counted since a reading, and the new reading. Raises ServerChanged for a restart."""
+        """The next reading; what was counted since the one before is kept of a server that may draft. Raises
+        ServerChanged for a restart."""
         suite, _, name = unit
         server = self.servers[name]
-        if server.speculates is False or all(one.error is not None for one in samples):
+        if all(one.error is not None for one in samples):
             return before
         try:
             after = await self._counters(name)
         except DsparkError as error:
             self.run.note(f"{suite}, {name}: no counters after an answer ({error})")
             return before
-        self.run.counted[unit] = difference(before, after, server.url)
-        self.told(unit, self.run.counted[unit])
+        delta = difference(before, after, server.url)
+        if server.speculates is not False:
+            self.run.counted[unit] = delta
+            self.told(unit, delta)
         return after
