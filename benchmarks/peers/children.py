@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dspark.bench.compare import Run
+from dspark.checkpoints.gguf import export_gguf
 from dspark.data.rows import detect_loop
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.targets.embedded import EMBEDDED, ensure_embedded, find_gguf
-from peers.gguf_files import write_draft, write_target
+from peers.gguf_files import write_target
 
 HERE = Path(__file__).parent
 NAMES = ("llamacpp", "vllm")
@@ -138,7 +139,7 @@ def _open_llamacpp(
     """f16, and the package's own Q4_1 file, whose values our target has; plain and with the draft in f16."""
     packed, half, drafting = find_gguf(), folder / "target-f16.gguf", folder / "draft-f16.gguf"
     write_target(packed, half)
-    write_draft(draft, packed, drafting)
+    export_gguf(draft, drafting, packed)
     for kind, path in (("f16", half), ("Q4_1", packed)):
         start(f"llama.cpp {kind}", "llamacpp_child.py", [str(path), *size], 0)
         for n in ns:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dspark.bench.compare import PLAIN, Mode, Question, Run, build_engines, timed_run
 from dspark.calibration.cost import CostProfile
+from dspark.checkpoints.gguf import finish
 from dspark.checkpoints.native import save_draft
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
@@ -233,37 +234,14 @@ def test_a_child_answers_is_counted_and_its_end_is_told(tmp_path: Path) -> None:
     child.close()
 
 
-def test_gguf_of_a_draft(tiny_llama_folder: Path, draft: DSparkDraft, tmp_path: Path) -> None:
-    vocabulary = tmp_path / "target.gguf"
-    writer = GGUFWriter(vocabulary, "llama")
+def test_the_target_in_f16(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "target.gguf", "llama")
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
     writer.add_tensor("token_embd.weight", np.ones((2, 32), dtype=np.float32))
-    gguf_files._finish(writer)
-    target = load_target(str(tiny_llama_folder), packed=False)
-    draft.bind(target.embedding_weight, target.head_weight)
-    gguf_files.write_draft(draft, vocabulary, tmp_path / "draft.gguf")
-    reader = GGUFReader(tmp_path / "draft.gguf")
-    found = {key: field.contents() for key, field in reader.fields.items()}
-    assert found["general.architecture"] == "dflash" and found["tokenizer.ggml.tokens"] == ["a", "b"]
-    assert found["dflash.target_layers"] == [1, 3] and found["tokenizer.ggml.mask_token_id"] == 3
-    assert found["dflash.sample_from_anchor"] and not found["dflash.has_confidence_head"]
-    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    np.testing.assert_array_equal(tensors["output.weight"], target.head_weight.numpy().astype(np.float16))
-    query = draft.layers[0].self_attn.q_proj.weight.detach().numpy()
-    np.testing.assert_array_equal(tensors["blk.0.attn_q.weight"], query.astype(np.float16))
-    assert tensors["enc.output_norm.weight"].dtype == np.float32 and "d2t" not in tensors
-
-    gguf_files.write_target(vocabulary, tmp_path / "half.gguf")
+    finish(writer)
+    gguf_files.write_target(tmp_path / "target.gguf", tmp_path / "half.gguf")
     half = GGUFReader(tmp_path / "half.gguf")
     assert half.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"] and half.tensors[0].data.dtype == np.float16
-
-
-def test_a_draft_that_llamacpp_cannot_run_is_refused(draft: DSparkDraft, tmp_path: Path) -> None:
-    config = draft.config
-    windowed = config.model_copy(update={"layer_types": ("sliding_attention",), "sliding_window": 8})
-    with pytest.raises(DsparkError, match="layer_types"):
-        gguf_files.write_draft(DSparkDraft(windowed), tmp_path / "none", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_questions_are_those_of_the_file(options: list[str]) -> None:

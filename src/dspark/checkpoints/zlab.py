@@ -51,7 +51,7 @@ def over_whole_vocabulary(draft: DSparkDraft) -> DSparkDraft:
     config = draft.config.model_copy(update={"draft_vocab_size": draft.config.vocab_size})
     whole = DSparkDraft(config)
     found = {name: tensor for name, tensor in draft.state_dict().items() if name not in ("d2t", "t2d")}
-    _check_whole(found, whole)
+    check_whole(found, whole)
     whole.load_state_dict(found)
     return whole.to(draft.norm.weight.dtype)
 
@@ -66,7 +66,7 @@ def export_zlab(draft: DSparkDraft, folder: str | Path, form: Form = "transforme
     values = config_for(draft.config, form)
     tensors = draft.state_dict()
     with torch.device("meta"):
-        _check_whole(tensors, DSparkDraft(draft.config))
+        check_whole(tensors, DSparkDraft(draft.config))
     renamed = _RENAMED if form == "transformers" else {}
     stored = {renamed.get(name, name): _as_stored(name, tensor) for name, tensor in tensors.items()}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -209,7 +209,7 @@ def _check_dflash(config: DraftConfig) -> None:
         )
 
 
-def _check_whole(tensors: dict[str, Tensor], fresh: DSparkDraft) -> None:
+def check_whole(tensors: dict[str, Tensor], fresh: DSparkDraft) -> None:
     """Raises DsparkError unless the tensors are those of an unpacked draft."""
     expected = {name: tensor.shape for name, tensor in fresh.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:

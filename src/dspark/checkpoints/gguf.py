@@ -1,0 +1,373 @@
+"""A draft as one GGUF file for llama.cpp (architecture `dflash`, b11434 and later), and back.
+
+    python -m dspark.checkpoints.gguf runs/mine/best TARGET.gguf draft.gguf --type f16
+
+TARGET.gguf is the file that llama.cpp serves: the draft's file repeats its tokenizer. Layer ids are ours + 1 there (a
+tap is a layer's input), d2t holds absolute ids, embedding and whole head come from the target at load. `dspark.config`
+repeats our config.json, for `read_gguf`; llama.cpp does not look at it. What it cannot express is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.checkpoints.builtin import load_named_draft
+from dspark.checkpoints.native import LM_HEAD, config_from_json, config_to_json
+from dspark.checkpoints.zlab import check_whole
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.dspark import DSparkDraft
+from dspark.errors import DsparkError, pip_install
+
+try:
+    import gguf
+except ImportError:  # in the extra `demo`
+    gguf = None  # type: ignore[assignment]
+
+Kind = Literal["f32", "f16", "q8_0"]
+"""How matrices are stored; vectors are in f32 always, and so is f16 what q8_0 cannot hold (rows not of 32s)."""
+
+ARCHITECTURE = "dflash"
+CONFIG_KEY = "dspark.config"
+MASK_KEY = "tokenizer.ggml.mask_token_id"
+HEAD, EMBEDDING, IDS = "output.weight", "token_embd.weight", "d2t"
+Q8_BLOCK = 32
+_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
+_LAYER = {  # ours -> llama.cpp's, inside a layer
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+
+
+def export_gguf(draft: DSparkDraft, path: str | Path, target: str | Path, kind: Kind = "f16") -> None:
+    """Write the draft to the file `path`, whole or not at all; an older file there is replaced.
+
+    target: the GGUF file of its target, for the tokenizer. A draft with a reduced vocabulary brings its rows of the
+    head: its own, those of the target it is bound to, or, unbound, those in the target's file.
+    Raises DsparkError for what llama.cpp cannot express, another target's file, a non-finite tensor (also by rounding
+    to f16), a draft packed for decoding, or files that cannot be read or written; then nothing is written.
+    """
+    path, target = Path(path), Path(target)
+    if kind not in get_args(Kind):
+        raise DsparkError("kind", kind, f"must be one of {', '.join(get_args(Kind))}")
+    values = metadata(draft.config)
+    reader = _open("target", target)
+    _check_target(reader, draft.config, target)
+    if path.is_dir() or (path.exists() and path.samefile(target)):
+        raise DsparkError("path", str(path), "must be a new file, or an older draft's")
+    tensors = {name: _as_stored(name, tensor, kind) for name, tensor in _tensors(draft, reader, target).items()}
+
+    def fill(writer: Any) -> None:
+        writer.add_name(f"draft for {draft.config.target_name}")
+        writer.add_file_type(_FILE_TYPES[kind])
+        _copy_tokenizer(reader, writer)
+        for key, value in values.items():
+            _add(writer, key, value)
+        for name, (array, stored) in tensors.items():
+            writer.add_tensor(name, array, raw_dtype=stored)
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, fill)
+    except OSError as error:
+        raise DsparkError("path", str(path), f"cannot be written ({error}); nothing was") from None
+
+
+def _write(path: Path, fill: Callable[[Any], None]) -> None:
+    """A file made by `fill` under a temporary name, then renamed. Raises OSError."""
+    staging = path.with_name(f".{path.name}.writing")
+    try:
+        writer = gguf.GGUFWriter(staging, ARCHITECTURE)
+        fill(writer)
+        finish(writer)
+        with staging.open("rb") as file:
+            os.fsync(file.fileno())
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def read_gguf(path: str | Path) -> DSparkDraft:
+    """The draft in a file of `export_gguf`, unbound, in float32; its rows of the head are its own.
+
+    Equal to what was written where its type holds the weights: always f32, f16 when they fit, never q8_0.
+    Raises DsparkError for another program's file, or one that does not fit its own metadata.
+    """
+    path = Path(path)
+    reader = _open("draft", path)
+    config = _read_config(reader, path)
+    draft = DSparkDraft(config)
+    tensors = {one.name: _values(one) for one in reader.tensors}
+    wanted = _expected(draft)
+    shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+    if shapes != {name: shape for name, (_, shape) in wanted.items()}:
+        raise DsparkError("draft", str(path), "its tensors are not those of its config; export the draft again")
+    if config.reduced:
+        ids = tensors.pop(IDS)
+        if bool((ids[1:] <= ids[:-1]).any()):
+            raise DsparkError(IDS, ids[:8].tolist(), "must be ascending distinct ids; export the draft again")
+        draft.set_vocabulary(ids.tolist())
+        draft.own_head_rows = tensors.pop(HEAD)
+    draft.load_state_dict({wanted[name][0]: one for name, one in tensors.items()}, strict=False)  # but d2t and t2d
+    return draft
+
+
+def _read_config(reader: Any, path: Path) -> DraftConfig:
+    """The config that a file states, with which llama.cpp's own keys must agree."""
+    found = {key: field.contents() for key, field in reader.fields.items()}
+    if CONFIG_KEY not in found:
+        raise DsparkError(CONFIG_KEY, None, f"is not in {path}: only files that dspark wrote can be read back")
+    try:
+        config, _ = config_from_json(json.loads(found[CONFIG_KEY]))
+    except ValueError as error:
+        raise DsparkError(CONFIG_KEY, str(path), f"is not JSON ({error}); export the draft again") from None
+    for key, value in metadata(config).items():
+        wanted = float(np.float32(value)) if isinstance(value, float) else value  # as it is stored
+        if key != CONFIG_KEY and found.get(key) != wanted:
+            raise DsparkError(key, found.get(key), f"must be {wanted!r} as {CONFIG_KEY} says; export the draft again")
+    return config
+
+
+def metadata(config: DraftConfig) -> dict[str, Any]:
+    """The file's keys but for the tokenizer's. Raises DsparkError naming the field that llama.cpp cannot express."""
+    _check_expressible(config)
+    rope = config.rope_parameters
+    values: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "block_size": config.block_size,  # of the layout, as ours: gamma, or gamma + 1 with a bonus anchor
+        "target_layers": [tap + 1 for tap in config.target_layer_ids],
+        "sample_from_anchor": config.sample_from_anchor,
+        "has_confidence_head": config.enable_confidence_head,
+    }
+    if rope["rope_type"] != "default":
+        values["rope.scaling.type"] = rope["rope_type"]
+        values["rope.scaling.factor"] = float(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    document = json.dumps(config_to_json(config, config.reduced))
+    theirs = {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}
+    return {**theirs, MASK_KEY: config.mask_token_id, CONFIG_KEY: document}
+
+
+def finish(writer: Any) -> None:
+    """Write out what a GGUFWriter was given, and close it."""
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def copy_field(reader: Any, writer: Any, key: str) -> None:
+    """One key of a file that is read, with its type, to one that is written."""
+    field = reader.fields[key]
+    kind, *inner = field.types
+    sub_type = inner[-1] if kind == gguf.GGUFValueType.ARRAY else None
+    writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
+
+
+def _check_expressible(config: DraftConfig) -> None:
+    for field, value, wanted in (
+        ("markov_head_type", config.markov_head_type, "vanilla"),
+        ("attention_bias", config.attention_bias, False),
+        ("hidden_act", config.hidden_act, "silu"),
+    ):
+        if value != wanted:
+            raise DsparkError(field, value, f"must be {wanted!r}: llama.cpp has no other")
+    if "sliding_attention" in config.layer_types:
+        raise DsparkError("layer_types", list(config.layer_types), "must be full_attention to be written for llama.cpp")
+    if config.sample_from_anchor and not config.markov_rank:
+        raise DsparkError(
+            "sample_from_anchor", True, "must be false without a Markov head: llama.cpp then skips slot 0"
+        )
+    if config.enable_confidence_head and not config.confidence_head_with_markov:
+        raise DsparkError("confidence_head_with_markov", False, "must be true: llama.cpp's confidence head reads it")
+    if config.num_target_layers - 1 in config.target_layer_ids:
+        last = config.num_target_layers - 1
+        raise DsparkError("target_layer_ids", last, "the target's last layer cannot be a tap: llama.cpp aborts")
+    _check_rope(config.rope_parameters)
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    known = {
+        "default": set[str](),
+        "linear": {"factor"},
+        "yarn": {"factor", "original_max_position_embeddings"},
+    }
+    kind = rope["rope_type"]
+    if kind not in known:
+        raise DsparkError("rope_parameters.rope_type", kind, f"must be {', '.join(known)} to be written for llama.cpp")
+    for name in sorted(set(rope) - known[kind] - {"rope_type", "rope_theta"}):
+        raise DsparkError(f"rope_parameters.{name}", rope[name], f"{kind} is written for llama.cpp without it")
+
+
+def _open(field: str, path: Path) -> Any:
+    """A reader. Raises DsparkError."""
+    if gguf is None:
+        raise DsparkError(
+            field, str(path), f"needs the package gguf: {pip_install(chr(39) + 'dspark[demo]' + chr(39))}"
+        )
+    try:
+        return gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise DsparkError(field, str(path), f"cannot be read as GGUF ({error}); give a whole GGUF file") from None
+
+
+def _check_target(reader: Any, config: DraftConfig, path: Path) -> None:
+    """Raises DsparkError when the file is not of the draft's target, or has no tokenizer."""
+    fields = reader.fields
+    if "tokenizer.ggml.model" not in fields or "tokenizer.ggml.tokens" not in fields:
+        raise DsparkError("target", str(path), "has no tokenizer, without which llama.cpp loads no draft")
+
+    def number(key: str) -> int | None:
+        name = f"{fields['general.architecture'].contents()}.{key}"
+        return int(fields[name].contents()) if name in fields else None
+
+    blocks = number("block_count")
+    for name, mine, theirs in (
+        ("vocab_size", config.vocab_size, len(fields["tokenizer.ggml.tokens"].data)),
+        ("hidden_size", config.hidden_size, number("embedding_length")),
+        ("num_target_layers", config.num_target_layers, blocks and blocks - (number("nextn_predict_layers") or 0)),
+    ):
+        if theirs is not None and mine != theirs:
+            raise DsparkError(name, mine, f"the draft is for {config.target_name}, but {path} has {theirs}")
+
+
+def _copy_tokenizer(reader: Any, writer: Any) -> None:
+    for key in reader.fields:
+        if key.startswith("tokenizer.") and key != MASK_KEY:
+            copy_field(reader, writer, key)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders.get(type(value), writer.add_array)(key, value)
+
+
+def _name(ours: str) -> str:
+    """llama.cpp's name of a tensor of our state dict."""
+    stem, _, kind = ours.rpartition(".")
+    if stem.startswith("layers."):
+        _, layer, inner = stem.split(".", 2)
+        return f"blk.{layer}.{_LAYER[inner]}.{kind}"
+    return f"{_WHOLE[stem]}.{kind}"
+
+
+def _expected(draft: DSparkDraft) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor of the file: its name -> our name, its shape."""
+    config = draft.config
+    state = {name: tuple(one.shape) for name, one in draft.state_dict().items() if name not in ("d2t", "t2d")}
+    found = {_name(name): (name, shape) for name, shape in state.items()}
+    if config.reduced:
+        found[HEAD] = (LM_HEAD, (config.draft_vocab_size, config.hidden_size))
+        found[IDS] = (IDS, (config.draft_vocab_size,))
+    return found
+
+
+def _tensors(draft: DSparkDraft, reader: Any, target: Path) -> dict[str, Tensor]:
+    """llama.cpp's name -> values, floats in float32."""
+    state = draft.state_dict()
+    with torch.device("meta"):
+        check_whole(state, DSparkDraft(draft.config))
+    found = {_name(name): one.detach().cpu().float() for name, one in state.items() if name not in ("d2t", "t2d")}
+    if draft.config.reduced:
+        ids = draft.draft_ids.cpu()
+        found[HEAD] = _head_rows(draft, ids, reader, target).detach().cpu().float()
+        found[IDS] = ids  # absolute there, offsets in our files
+    return found
+
+
+def _head_rows(draft: DSparkDraft, ids: Tensor, reader: Any, target: Path) -> Tensor:
+    """The head's rows [K, d]: the draft's, its bound target's, or those of the target's file."""
+    if draft.own_head_rows is not None:
+        return draft.own_head_rows
+    if draft.bound:
+        return draft.head_rows
+    tensors = {one.name: one for one in reader.tensors}
+    head = tensors.get(HEAD, tensors.get(EMBEDDING))  # tied: the embedding is the head
+    if head is None:
+        raise DsparkError("target", str(target), "has no head for the draft's rows; bind the draft to its target")
+    return torch.from_numpy(gguf.quants.dequantize(head.data[ids.numpy()], head.tensor_type))
+
+
+def _as_stored(name: str, tensor: Tensor, kind: Kind) -> tuple[np.ndarray[Any, Any], Any]:
+    """A tensor's bytes and, where the array does not tell, its type. Raises DsparkError when it is not finite."""
+    values = tensor.contiguous().numpy()
+    if tensor.ndim == 1 or kind == "f32":
+        stored = values
+    else:
+        with np.errstate(over="ignore"):
+            stored = values.astype(np.float16)  # q8_0 keeps its scales in f16
+    if not np.isfinite(stored).all():
+        raise DsparkError(name, "NaN or infinity", f"must be finite in {kind}; use f32, or an earlier checkpoint")
+    if kind == "q8_0" and tensor.ndim == 2 and tensor.shape[1] % Q8_BLOCK == 0:
+        packed = gguf.GGMLQuantizationType.Q8_0
+        return gguf.quants.quantize(values, packed), packed
+    return stored, None
+
+
+def _values(tensor: Any) -> Tensor:
+    """A tensor of a file: integers as they are, anything else in float32."""
+    if tensor.tensor_type == gguf.GGMLQuantizationType.I64:
+        return torch.from_numpy(np.array(tensor.data))
+    return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draft", help="a DSpark or DFlash draft's folder, or `embedded`")
+    parser.add_argument("target", help="the GGUF file of its target that llama.cpp serves")
+    parser.add_argument("file", help="the GGUF file to write")
+    parser.add_argument("--type", default="f16", choices=get_args(Kind), help="of the matrices [f16]")
+    args = parser.parse_args(argv)
+    try:
+        draft = load_named_draft(args.draft)
+        if not isinstance(draft, DSparkDraft):
+            raise DsparkError("draft", args.draft, "is an EAGLE-3 baseline; only DSpark and DFlash drafts are written")
+        export_gguf(draft, args.file, args.target, args.type)
+    except DsparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(args.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
