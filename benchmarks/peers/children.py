@@ -138,8 +138,12 @@ def _open_llamacpp(
 ) -> None:
     """f16, and the package's own Q4_1 file, whose values our target has; plain and with the draft in f16."""
     packed, half, drafting = find_gguf(), folder / "target-f16.gguf", folder / "draft-f16.gguf"
+    try:
+        export_gguf(draft, drafting, packed)
+    except DsparkError as error:
+        found.missing["llama.cpp"] = str(error)
+        return
     write_target(packed, half)
-    export_gguf(draft, drafting, packed)
     for kind, path in (("f16", half), ("Q4_1", packed)):
         start(f"llama.cpp {kind}", "llamacpp_child.py", [str(path), *size], 0)
         for n in ns:
