@@ -29,6 +29,11 @@ PLAIN: dict[str, Any] = {
 }
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 BONUS = {"sample_from_anchor": False, "block_size": 8}
+SLIDING = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "sliding_window_non_causal": True,
+}
 LAYER_SHAPES = {
     "attn_norm": (16,),
     "attn_q": (16, 16),
@@ -209,18 +214,32 @@ def test_yarn(make, write_target, tmp_path) -> None:
     assert read_gguf(tmp_path / "draft.gguf").config == draft.config
 
 
+def test_sliding_layers(make, write_target, tmp_path) -> None:
+    draft = make(**SLIDING)
+    export_gguf(draft, tmp_path / "draft.gguf", write_target())
+    keys, _ = contents(tmp_path / "draft.gguf")
+    assert keys["dflash.attention.sliding_window"] == 7
+    assert keys["dflash.attention.sliding_window_pattern"] == [False, True]
+    assert read_gguf(tmp_path / "draft.gguf").config == draft.config
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gated": ({"markov_head_type": "gated"}, "markov_head_type"),
     "rnn": ({"markov_head_type": "rnn"}, "markov_head_type"),
     "biases": ({"attention_bias": True}, "attention_bias"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "sliding": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}, "layer_types"),
+    "causal window": ({**SLIDING, "sliding_window_non_causal": False}, "sliding_window_non_causal"),
+    "short window": ({**SLIDING, "sliding_window": 6}, "sliding_window"),
     "last layer": ({"target_layer_ids": [0, 3]}, "target_layer_ids"),
     "anchor-first DFlash": (DFLASH, "sample_from_anchor"),
     "confidence alone": ({"confidence_head_with_markov": False}, "confidence_head_with_markov"),
     "partial rotary": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.5}},
         "rope_parameters.partial_rotary_factor",
+    ),
+    "attention factor": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 2.0, "attention_factor": 1.5}},
+        "rope_parameters.attention_factor",
     ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}},

@@ -180,6 +180,9 @@ def metadata(config: DraftConfig) -> dict[str, Any]:
         values["rope.scaling.factor"] = float(rope["factor"])
     if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if "sliding_attention" in config.layer_types:
+        values["attention.sliding_window"] = config.sliding_window
+        values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     document = json.dumps(config_to_json(config, config.reduced))
     theirs = {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}
     return {**theirs, MASK_KEY: config.mask_token_id, CONFIG_KEY: document}
@@ -212,7 +215,7 @@ def _check_expressible(config: DraftConfig) -> None:
         if value != wanted:
             raise DsparkError(field, value, f"must be {wanted!r}: llama.cpp has no other")
     if "sliding_attention" in config.layer_types:
-        raise DsparkError("layer_types", list(config.layer_types), "must be full_attention to be written for llama.cpp")
+        _check_window(config)
     if config.sample_from_anchor and not config.markov_rank:
         raise DsparkError(
             "sample_from_anchor", True, "must be false without a Markov head: llama.cpp then skips slot 0"
@@ -223,6 +226,16 @@ def _check_expressible(config: DraftConfig) -> None:
         last = config.num_target_layers - 1
         raise DsparkError("target_layer_ids", last, "the target's last layer cannot be a tap: llama.cpp aborts")
     _check_rope(config.rope_parameters)
+
+
+def _check_window(config: DraftConfig) -> None:
+    """In a sliding layer llama.cpp sees every later slot of the block; ours those inside the window."""
+    if not config.sliding_window_non_causal:
+        remedy = "must be true: llama.cpp sees later slots of the block in sliding layers too"
+        raise DsparkError("sliding_window_non_causal", False, remedy)
+    window, slots = config.sliding_window or 0, config.slots(config.gamma)
+    if window < slots:
+        raise DsparkError("sliding_window", window, f"must be at least the block's {slots} slots for llama.cpp")
 
 
 def _check_rope(rope: Mapping[str, Any]) -> None:
