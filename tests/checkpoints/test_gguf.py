@@ -16,7 +16,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf (extra demo) is not 
 
 from dspark.checkpoints import gguf as module  # noqa: E402
 from dspark.checkpoints.gguf import CONFIG_KEY, export_gguf, finish, main, metadata, read_gguf  # noqa: E402
-from dspark.checkpoints.native import save_draft  # noqa: E402
+from dspark.checkpoints.native import config_to_json, save_draft  # noqa: E402
 from dspark.drafts.dspark import DSparkDraft  # noqa: E402
 from dspark.errors import DsparkError  # noqa: E402
 
@@ -342,6 +342,12 @@ def test_files_that_cannot_be_read_back(make, write_target, tmp_path) -> None:
     with pytest.raises(DsparkError) as caught:
         read_gguf(path)
     assert (caught.value.field, caught.value.value) == ("dflash.block_size", 5)
+    config = json.dumps(config_to_json(make().config, True)).encode()
+    assert config in data
+    for other in (b"7".ljust(len(config)), b"{".ljust(len(config))):
+        path.write_bytes(data.replace(config, other))
+        with pytest.raises(DsparkError, match="is no JSON object"):
+            read_gguf(path)
     path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     with pytest.raises(DsparkError, match="its tensors"):
         read_gguf(path)

@@ -144,9 +144,9 @@ def _read_config(reader: Any, path: Path) -> DraftConfig:
     if CONFIG_KEY not in found:
         raise DsparkError(CONFIG_KEY, None, f"is not in {path}: only files that dspark wrote can be read back")
     try:
-        config, _ = config_from_json(json.loads(found[CONFIG_KEY]))
-    except ValueError as error:
-        raise DsparkError(CONFIG_KEY, str(path), f"is not JSON ({error}); export the draft again") from None
+        config, _ = config_from_json(dict(json.loads(found[CONFIG_KEY])))
+    except (TypeError, ValueError) as error:
+        raise DsparkError(CONFIG_KEY, str(path), f"is no JSON object ({error}); export the draft again") from None
     for key, value in metadata(config).items():
         wanted = float(np.float32(value)) if isinstance(value, float) else value  # as it is stored
         if key != CONFIG_KEY and found.get(key) != wanted:
