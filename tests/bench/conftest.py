@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.bench.endpoints import Fake
 
 from dspark.bench.compare import Comparison, Question, compare, modes_for
 from dspark.drafts.config import DraftConfig
@@ -62,6 +65,20 @@ def draft(target: TransformersTarget) -> DSparkDraft:
         draft.markov_head.markov_w1.weight.copy_(torch.eye(target.vocab_size))
         draft.markov_head.markov_w2.weight.copy_(3.0 * target.forward(every).logits.T)
     return draft
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[..., Fake]]:
+    """Starts engine-shaped servers of a test's own."""
+    servers: list[Fake] = []
+
+    def start(stream: Any, **more: Any) -> Fake:
+        servers.append(Fake(stream, **more))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from tests.bench.endpoints import (
     MODEL,
     PROMPT_TOKENS,
     TEXT,
-    Fake,
     chunk,
     openai_events,
     sglang_events,
@@ -42,20 +41,6 @@ SUMMARY = {  # SpeculativeDecodingMetrics, level `summary`
     "num_draft_tokens": 9,
     "num_spec_tokens": 3,
 }
-
-
-@pytest.fixture
-def fake():
-    """Starts servers of a test's own."""
-    servers = []
-
-    def start(stream, **more):
-        servers.append(Fake(stream, **more))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
 
 
 def ask(server, engine, settings=None, **more):

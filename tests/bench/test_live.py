@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from tests.bench.endpoints import MODEL, Fake, VllmCounters, openai_events, sglang_events, vllm_events
+from tests.bench.endpoints import MODEL, VllmCounters, openai_events, sglang_events, vllm_events
 from tests.bench.test_endpoint import DETAILS
 from tests.serving.conftest import Live
 
@@ -50,19 +50,6 @@ def drafted(target, draft):
 def alone(drafted):
     """All suites, one question at a time; no test may change it."""
     return run_live(SUITES, ours(drafted), None, ALONE)
-
-
-@pytest.fixture
-def fake():
-    servers = []
-
-    def start(stream, **more):
-        servers.append(Fake(stream, **more))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
 
 
 def ours(server, **more):

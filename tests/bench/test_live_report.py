@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.bench.endpoints import IDS, Fake, VllmCounters, openai_events, usage, vllm_events
+from tests.bench.endpoints import IDS, VllmCounters, openai_events, usage, vllm_events
 
 from dspark.bench.endpoint import AskSettings, Endpoint
 from dspark.bench.in_process import known_prompts
@@ -19,19 +19,6 @@ SUITES = [
     Suite("a", [Prompt(f"a/{i}", (f"question {i}",)) for i in range(4)], "folder: a.jsonl"),
     Suite("b", [Prompt("b/0", ("hello", "and then?"))], "folder: b.jsonl"),
 ]
-
-
-@pytest.fixture
-def fake():
-    servers = []
-
-    def start(stream, **more):
-        servers.append(Fake(stream, **more))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
 
 
 @pytest.fixture

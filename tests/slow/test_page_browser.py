@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -30,7 +29,6 @@ PROMPT = "A farmer packs 12 boxes of 24 eggs and sells 7 boxes. How many eggs ar
 TOKENS = 40
 START_S, ANSWER_S = 240, 180
 WIDE, NARROW = (1600, "light"), (360, "dark")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @dataclass
@@ -39,17 +37,6 @@ class Seen:
 
     urls: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, BROWSERS)), None)
-        if found is None and not Path(playwright.chromium.executable_path).is_file():
-            pytest.skip(f"no browser: none of {', '.join(BROWSERS)} on the path (or: playwright install chromium)")
-        opened = playwright.chromium.launch(executable_path=found)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

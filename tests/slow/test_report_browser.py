@@ -5,9 +5,7 @@ Needs a Chromium (or Chrome) on the path, or Playwright's own, and the pip packa
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,19 +18,7 @@ expect = sync_api.expect
 
 pytestmark = pytest.mark.slow
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LOOKS = [(1280, "light"), (1200, "dark"), (360, "dark")]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, BROWSERS)), None)
-        if found is None and not Path(playwright.chromium.executable_path).is_file():
-            pytest.skip(f"no browser: none of {', '.join(BROWSERS)} on the path (or: playwright install chromium)")
-        opened = playwright.chromium.launch(executable_path=found)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dspark.bench.report import Acceptance, Ratio, Report, SuiteReport
+from dspark.bench.report import Acceptance, DepthBucket, LengthBucket, Ratio, Report, SuiteReport
 from dspark.bench.tables import (
     DASH,
     contestants,
@@ -156,6 +156,8 @@ Points = list[tuple[str, float | None, str]]
 """Of one drafter: (label on the x axis, value, what a pointer over it is told)."""
 
 
+Weighed = Iterator[tuple[tuple[int, str], int, float]]
+"""((low end of a bucket, its label), how much it weighs, its length)."""
 Sums = dict[tuple[int, str], list[float]]
 """Of buckets, by (their low end, label): [weight, weighted sum]."""
 
@@ -192,39 +194,37 @@ def slot_chart(report: Report) -> Chart | None:
 def length_chart(report: Report) -> Chart | None:
     """Macro acceptance length by output length: every question of all suites counts the same. None with less than two
     buckets, which make no course."""
-    sums_of: dict[str, Sums] = {}
-    for drafter in contestants(report):
-        sums: Sums = defaultdict(lambda: [0.0, 0.0])
-        for one in accepted_in(report, drafter.name):
-            for bucket in one.by_output_length:
-                if bucket.macro_length is not None:
-                    both = sums[bucket.low, bucket.label]
-                    both[0] += bucket.questions
-                    both[1] += bucket.questions * bucket.macro_length
-        sums_of[drafter.name] = sums
-    series = _means(sums_of, "questions")
-    if len(_axis(series)) < 2:
-        return None
-    return _line_chart("acc_len by output tokens, all suites (macro)", report, series, _length_ticks(series))
+    title = "acc_len by output tokens, all suites (macro)"
+    return _course(report, title, "questions", lambda one: _lengths(one.by_output_length))
 
 
 def depth_chart(report: Report) -> Chart | None:
     """Micro acceptance length by the tokens before a round's anchor, over all rounds of all suites. None with less than
     two buckets."""
+    title = "Acceptance length by context depth, all suites (micro)"
+    return _course(report, title, "rounds", lambda one: _depths(one.by_context_depth))
+
+
+def _lengths(buckets: Iterable[LengthBucket]) -> Weighed:
+    return (((b.low, b.label), b.questions, b.macro_length) for b in buckets if b.macro_length is not None)
+
+
+def _depths(buckets: Iterable[DepthBucket]) -> Weighed:
+    return (((b.low, b.label), b.rounds, b.micro_length) for b in buckets if b.micro_length is not None)
+
+
+def _course(report: Report, title: str, unit: str, buckets: Callable[[Acceptance], Weighed]) -> Chart | None:
+    """Weighted means of every contestant's buckets over all suites, as lines."""
     sums_of: dict[str, Sums] = {}
     for drafter in contestants(report):
         sums: Sums = defaultdict(lambda: [0.0, 0.0])
         for one in accepted_in(report, drafter.name):
-            for bucket in one.by_context_depth:
-                if bucket.micro_length is not None:
-                    both = sums[bucket.low, bucket.label]
-                    both[0] += bucket.rounds
-                    both[1] += bucket.rounds * bucket.micro_length
+            for place, weight, length in buckets(one):
+                sums[place][0] += weight
+                sums[place][1] += weight * length
         sums_of[drafter.name] = sums
-    series = _means(sums_of, "rounds")
-    if len(_axis(series)) < 2:
-        return None
-    return _line_chart("Acceptance length by context depth, all suites (micro)", report, series, _length_ticks(series))
+    series = _means(sums_of, unit)
+    return None if len(_axis(series)) < 2 else _line_chart(title, report, series, _length_ticks(series))
 
 
 def _means(found: Mapping[str, Sums], unit: str) -> dict[str, Points]:

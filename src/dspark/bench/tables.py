@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dspark.bench.figures import partition_mean
 from dspark.bench.report import (
     Acceptance,
     Change,
@@ -295,7 +296,8 @@ def partition_lines(report: Report, drafter: Drafter) -> list[str]:
         if column is None or column.acceptance is None or not column.acceptance.partitions:
             continue
         parts = ", ".join(f"{number(value, 4)} for {name}" for name, value in column.acceptance.partitions.items())
-        lines.append(f"{suite.name}: {prompt_span(suite)}; partition acc_len is {parts}.")
+        mean = number(partition_mean(column.acceptance.partitions), 4)
+        lines.append(f"{suite.name}: {prompt_span(suite)}; partition acc_len is {parts}; their mean is {mean}.")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Proposal:
         del self.tokens[count:], self.laws[count:], self.confidence[count:]
 
 
-class DraftProposer:
+class DraftProposer(ABC):
     """A proposer that has a draft. n: draft tokens a round, 1..gamma; taps: the target layers it reads.
 
     Raises DsparkError when n is out of range.
@@ -65,9 +66,9 @@ class DraftProposer:
         """See `Proposer.observe`."""
         self._model.write_context([(active.context, taps) for active, taps in committed])
 
+    @abstractmethod
     def propose(self, batch: Sequence[Active]) -> list[Proposal]:
         """See `Proposer.propose`."""
-        raise NotImplementedError
 
     def _check_logits(self, logits: Tensor) -> None:
         if not math.isfinite(logits.sum()):
