@@ -21,7 +21,9 @@ def test_no_number_is_used_twice(target, pairs, monkeypatch, n, speculate):
     keys, uniform = [], verify.uniform
     monkeypatch.setattr(verify, "uniform", lambda *key: keys.append(key) or uniform(*key))
     proposer = make_proposer(target, None if n is None else bigram_draft(pairs), n)
-    list(Engine(target, proposer).run([Request(PROMPTS[0], 20, SamplingSettings(1.0), speculate=speculate)]))
+    request = Request(PROMPTS[0], 20, SamplingSettings(1.0), ignore_eos=True, speculate=speculate)
+    [(_, result)] = Engine(target, proposer).run([request])
+    assert len(result.output_ids) == 20
     assert len(keys) >= 20 or n == 7
     assert len(set(keys)) == len(keys)
 
