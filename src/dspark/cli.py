@@ -23,6 +23,7 @@ from dspark.bench.metrics import Answer, summarise
 from dspark.bench.overlap import rows_overlap, unseen_rows
 from dspark.bench.report_commands import gate_command, report_command
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
+from dspark.checkpoints.convert_command import convert_command
 from dspark.checkpoints.native import read_config
 from dspark.cli_output import (
     StreamPrinter,
@@ -396,6 +397,7 @@ app.command("report", epilog=example("dspark report runs/bench", "dspark report 
     report_command
 )
 app.command("gate", epilog=example("dspark gate runs/bench --min-acceptance 2.2 --min-speedup 1.1"))(gate_command)
+app.command("convert", epilog=example("dspark convert embedded --to speculators runs/for-vllm"))(convert_command)
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 
 

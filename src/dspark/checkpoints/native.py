@@ -35,7 +35,7 @@ TRAINING_FILE, PROMPTS_FILE, CARD_FILE = "training.json", "training_prompts.txt"
 LM_HEAD = "lm_head.weight"
 # Lists in JSON, tuples in the config
 _TUPLES = ("layer_types", "target_layer_ids")
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def config_to_json(config: DraftConfig, lm_head_in_file: bool) -> dict[str, Any]:
@@ -104,7 +104,6 @@ def save_draft(
     files: texts by file name that come with the weights in the same move; None: none of that name may stay.
     Other files in an existing folder are kept. Raises DsparkError on a non-finite tensor; then nothing is written.
     """
-    folder = Path(folder)
     _ = draft.draft_ids  # raises when a reduced vocabulary was never set
     tensors = dict(draft.state_dict())
     if isinstance(draft, DSparkDraft):
@@ -114,11 +113,25 @@ def save_draft(
         document = config_to_json(draft.config, lm_head)
     else:
         document = eagle3_to_json(draft.config)
+    write_checkpoint(folder, document, tensors, files)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, str | None] | None = None,
+) -> None:
+    """Write config.json and model.safetensors (floats in BF16) to `folder`, as `save_draft` does: all of it or nothing.
+
+    Raises DsparkError on a non-finite tensor.
+    """
+    folder = Path(folder)
     for name, tensor in tensors.items():
-        _check_finite(name, tensor)
+        check_finite(name, tensor)
     stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
     for name, tensor in stored.items():
-        _check_finite(name, tensor)  # BF16 rounds the largest fp32 values to infinity
+        check_finite(name, tensor)  # BF16 rounds the largest fp32 values to infinity
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(staging, ignore_errors=True)
@@ -224,7 +237,7 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Draft:
         expected[LM_HEAD] = (config.draft_vocab_size, config.hidden_size)
     tensors = _read_tensors(_existing(Path(folder)) / WEIGHTS_FILE, expected)
     if config.reduced:
-        _check_vocabulary(tensors["d2t"], tensors["t2d"])
+        check_vocabulary(tensors["d2t"], tensors["t2d"])
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     if isinstance(draft, DSparkDraft):
         draft.own_head_rows = tensors.pop(LM_HEAD, None)
@@ -247,21 +260,27 @@ def _read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[s
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-            _check_names(path, found, expected)
+            check_names(path, found, expected)
             tensors = {name: file.get_tensor(name) for name in expected}
     except (SafetensorError, OSError) as error:
         raise DsparkError(
             WEIGHTS_FILE, str(path), f"is not a whole safetensors file ({_line(error)}); copy it again"
         ) from None
-    for name, tensor in tensors.items():
-        wanted = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, _FLOATS)
-        if tensor.dtype not in wanted:
-            raise DsparkError(name, str(tensor.dtype), f"must be {' or '.join(str(w) for w in wanted)}")
-        _check_finite(name, tensor)
+    check_values(tensors)
     return tensors
 
 
-def _check_names(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Raise DsparkError naming a tensor of the wrong type or with a value that is not finite."""
+    for name, tensor in tensors.items():
+        wanted = {"d2t": (torch.int64,), "t2d": (torch.bool,)}.get(name, FLOATS)
+        if tensor.dtype not in wanted:
+            raise DsparkError(name, str(tensor.dtype), f"must be {' or '.join(str(w) for w in wanted)}")
+        check_finite(name, tensor)
+
+
+def check_names(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DsparkError naming the tensors that are missing, unexpected or misshapen."""
     faults = [f"missing {name}" for name in expected if name not in found]
     faults += [f"unexpected {name}" for name in found if name not in expected]
     faults += [
@@ -274,12 +293,12 @@ def _check_names(path: Path, found: Mapping[str, tuple[int, ...]], expected: Map
         raise DsparkError(WEIGHTS_FILE, str(path), f"does not fit its config.json: {shown}")
 
 
-def _check_finite(name: str, tensor: Tensor) -> None:
+def check_finite(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise DsparkError(name, "NaN or infinity", "must be finite; this draft is broken, use an earlier checkpoint")
 
 
-def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+def check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
     """d2t holds offsets (target id = i + d2t[i]) whose ids ascend, are in range, and are those that t2d marks."""
     ids = torch.arange(len(d2t)) + d2t
     if int(ids.min()) < 0 or int(ids.max()) >= len(t2d):

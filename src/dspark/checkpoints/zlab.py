@@ -1,4 +1,4 @@
-"""DFlash drafts in the two forms that others load, written from ours (export only).
+"""DFlash drafts in the two forms that others load; the z-lab one is read as well (`zlab_fields`).
 
 A DFlash draft is a DSparkDraft with markov_rank 0, no confidence head and the bonus-anchor layout. Both forms hold its
 backbone in BF16, 0-based layer ids of outputs (ours), block_size = predictions + 1 (ours in this layout) and no layout
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.checkpoints.qwen3 import BACKBONE, backbone_fields, nested, unknown_keys
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.drafts.rope import Rotary
@@ -35,7 +37,7 @@ Form = Literal["transformers", "z-lab"]
 TRANSFORMERS_TYPE = "muse_glimmer_assistant"
 TRANSFORMERS_ARCHITECTURE, ZLAB_ARCHITECTURE = "MuseGlimmerAssistantModel", "DFlashDraftModel"
 # Our tensor names in Transformers' class; all others are the same
-_RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 # The others either depend on the length of the request there ("dynamic", "longrope"), or are not DFlash's
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -67,7 +69,7 @@ def export_zlab(draft: DSparkDraft, folder: str | Path, form: Form = "transforme
     tensors = draft.state_dict()
     with torch.device("meta"):
         check_whole(tensors, DSparkDraft(draft.config))
-    renamed = _RENAMED if form == "transformers" else {}
+    renamed = RENAMED if form == "transformers" else {}
     stored = {renamed.get(name, name): _as_stored(name, tensor) for name, tensor in tensors.items()}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DsparkError("folder", str(folder), "exists already; give a new or an empty folder")
@@ -178,6 +180,39 @@ def _zlab(config: DraftConfig, values: dict[str, Any]) -> dict[str, Any]:
         "max_window_layers": config.num_hidden_layers,
         "tie_word_embeddings": False,
     }
+
+
+def zlab_fields(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The DraftConfig fields that a z-lab config.json states: DFlash, so bonus-anchor, which no key says.
+
+    Keys of the draft are read inside `dflash_config` and at top level.
+    """
+    inner = nested(values, "dflash_config")
+    mine = ("mask_token_id", "target_layer_ids", "block_size")
+    known = {*BACKBONE, *mine, "layer_types", "sliding_window", "dflash_config", "sample_from_anchor"}
+    unknown_keys(values, known, "", notes)
+    unknown_keys(inner, mine, "dflash_config.", notes)
+    fields = {
+        **backbone_fields(values),
+        "draft_vocab_size": values.get("vocab_size"),
+        "sample_from_anchor": False,
+        "markov_rank": 0,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
+    if values.get("sample_from_anchor") not in (None, False):
+        raise DsparkError(
+            "sample_from_anchor", values["sample_from_anchor"], "must be absent or false: DFlash's layout"
+        )
+    for name in mine:
+        found = [level[name] for level in (inner, values) if level.get(name) is not None]
+        if len(found) == 2 and found[0] != found[1]:
+            raise DsparkError(name, found[1], f"must agree with dflash_config.{name} {found[0]!r}")
+        if found:
+            fields[name] = found[0]
+    notes.append("no layout key: bonus-anchor, as z-lab's DFlash is")
+    return fields
 
 
 def _check_dflash(config: DraftConfig) -> None:

@@ -1,0 +1,48 @@
+"""What the native form cannot make an engine do: refused, or noted.
+
+vLLM 0.32: vanilla Markov heads only, none at all is not DSpark there, sliding layers are causal. SGLang 0.5.23: no
+reduced vocabulary, rank 0 refused, the native form always anchor-first, the confidence head always built.
+"""
+
+from __future__ import annotations
+
+from dspark.drafts.config import DraftConfig
+from dspark.errors import DsparkError
+
+
+def check_vllm(config: DraftConfig, notes: list[str]) -> None:
+    """Raise DsparkError naming what vLLM cannot serve from the native form."""
+    if config.markov_head_type != "vanilla":
+        raise DsparkError("markov_head_type", config.markov_head_type, "vLLM serves vanilla Markov heads only")
+    if config.markov_rank == 0:
+        raise DsparkError("markov_rank", 0, "vLLM loads plain DFlash in the speculators or z-lab form")
+    _check_window(config, "vLLM")
+
+
+def check_sglang(config: DraftConfig, notes: list[str]) -> None:
+    """Raise DsparkError naming what SGLang cannot serve from the native form; note what it ignores."""
+    if config.markov_rank == 0:
+        raise DsparkError("markov_rank", 0, "SGLang's DSPARK needs a Markov head; use the z-lab form and DFLASH")
+    if not config.sample_from_anchor:
+        raise DsparkError(
+            "sample_from_anchor", False, "SGLang reads the native form as anchor-first; use the speculators form"
+        )
+    if config.reduced:
+        raise DsparkError(
+            "draft_vocab_size", config.draft_vocab_size, "SGLang has no reduced vocabulary; expand it (--expand)"
+        )
+    _check_window(config, "SGLang")
+    if not config.enable_confidence_head:
+        notes.append(
+            "enable_confidence_head is false, which SGLang ignores: its confidence head has made-up weights, "
+            "so keep SGLANG_RAGGED_VERIFY_MODE at static"
+        )
+    if config.num_target_layers - 1 in config.target_layer_ids:
+        notes.append("target_layer_ids has the target's last layer, which some releases of SGLang cannot capture")
+
+
+def _check_window(config: DraftConfig, engine: str) -> None:
+    if "sliding_attention" in config.layer_types and config.sliding_window_non_causal:
+        raise DsparkError(
+            "sliding_window_non_causal", True, f"{engine} does not read it in the native form and attends causally"
+        )
