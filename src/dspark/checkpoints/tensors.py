@@ -41,7 +41,7 @@ def tensor_shapes(folder: Path) -> tuple[Shapes, dict[str, Path]]:
 
 def load_tensors(homes: Mapping[str, Path], names: list[str]) -> dict[str, Tensor]:
     """The named tensors, as they are stored. Raises DsparkError for a damaged file."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted({homes[name] for name in names}):
         try:
             with safe_open(path, framework="pt") as file:

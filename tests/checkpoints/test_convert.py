@@ -1,0 +1,318 @@
+"""Conversion there and back, the matrix of what goes where, and files that must not be taken."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dspark.checkpoints.builtin import draft_folder
+from dspark.checkpoints.convert import FORMS, convert, detect, import_draft, read_checkpoint
+from dspark.checkpoints.expand import LOW
+from dspark.checkpoints.native import load_draft, save_draft
+from dspark.cli import app
+from dspark.errors import DsparkError
+from dspark.targets.embedded import EMBEDDED
+
+FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
+WHOLE = {**FULL, "draft_vocab_size": 30}
+PLAIN = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+FIRST = {"sample_from_anchor": True, "block_size": 7}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "whole, anchor-first": {**WHOLE, **FIRST},
+    "whole, bonus-anchor": WHOLE,
+    "reduced, anchor-first": {**FULL, **FIRST},
+    "reduced, bonus-anchor, sliding": {},
+    "sliding, non-causal": {**FIRST, "draft_vocab_size": 30, "sliding_window_non_causal": True},
+    "gated": {**WHOLE, **FIRST, "markov_head_type": "gated"},
+    "rnn": {**WHOLE, **FIRST, "markov_head_type": "rnn", "confidence_head_with_markov": False},
+    "no confidence": {**WHOLE, **FIRST, "enable_confidence_head": False},
+    "DFlash": {**WHOLE, **PLAIN},
+    "DFlash, anchor-first": {**WHOLE, **PLAIN, **FIRST},
+}
+# "=": there and back byte by byte; ">": written only; else the field that is refused
+MATRIX = {
+    #                         native vllm sglang speculators specforge z-lab transformers
+    "whole, anchor-first": "= = = = = markov_rank markov_rank",
+    "whole, bonus-anchor": "= = sample_from_anchor = sample_from_anchor markov_rank markov_rank",
+    "reduced, anchor-first": "= = draft_vocab_size = draft_vocab_size markov_rank markov_rank",
+    "reduced, bonus-anchor, sliding": "= = sample_from_anchor = sample_from_anchor markov_rank markov_rank",
+    "sliding, non-causal": "= sliding_window_non_causal sliding_window_non_causal sliding_window_non_causal "
+    "layer_types markov_rank markov_rank",
+    "gated": "= markov_head_type = markov_head_type = markov_rank markov_rank",
+    "rnn": "= markov_head_type = markov_head_type = markov_rank markov_rank",
+    "no confidence": "= = = = = markov_rank markov_rank",
+    "DFlash": "= markov_rank markov_rank = sample_from_anchor = >",
+    "DFlash, anchor-first": "= markov_rank markov_rank = = sample_from_anchor sample_from_anchor",
+}
+
+
+def same_files(one: Path, other: Path) -> bool:
+    return all((one / n).read_bytes() == (other / n).read_bytes() for n in ("config.json", "model.safetensors"))
+
+
+def test_the_matrix(make_draft, tmp_path) -> None:
+    found = {}
+    for number, (name, changes) in enumerate(DRAFTS.items()):
+        source = tmp_path / f"{number}"
+        save_draft(make_draft(**changes), source)
+        cells = []
+        for form in FORMS:
+            out, back = tmp_path / f"{number}-{form}", tmp_path / f"{number}-{form}-back"
+            try:
+                convert(source, form, out)
+            except DsparkError as error:
+                cells.append(error.field)
+                assert not out.exists()
+                continue
+            if form == "transformers":
+                cells.append(">")
+                continue
+            convert(out, "native", back)
+            cells.append("=" if same_files(source, back) else "changed")
+            tensors, stored = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+            assert set(tensors) == set(stored)
+            assert all(torch.equal(tensors[n], stored[n]) and tensors[n].dtype == stored[n].dtype for n in tensors)
+        found[name] = " ".join(cells)
+    print(f"\n{'':32}{' '.join(f'{form:14}' for form in FORMS)}")
+    for name, cells in found.items():
+        print(f"{name:32}{' '.join(f'{cell[:14]:14}' for cell in cells.split())}")
+    assert found == MATRIX
+
+
+def test_there_and_back_keeps_files_and_a_head_left_out(tmp_path) -> None:
+    """The shipped draft: its head's rows go in for vLLM, from the target, and come out again."""
+    source = draft_folder("embedded")
+    read = convert("embedded", "speculators", tmp_path / "there")
+    assert any(EMBEDDED in note for note in read.notes)
+    assert load_file(tmp_path / "there" / "model.safetensors")["lm_head.weight"].shape == (12288, 576)
+    convert(tmp_path / "there", "native", tmp_path / "back")
+    assert same_files(source, tmp_path / "back")
+    for name in ("README.md", "training.json", "training_prompts.txt"):
+        assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_head_rows_need_a_target(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**FULL), tmp_path / "draft", lm_head=False)
+    with pytest.raises(DsparkError, match=r"lm_head.*--target"):
+        convert(tmp_path / "draft", "speculators", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["draft"]
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_expanded_for_sglang_proposes_the_same(make_draft, tmp_path, with_markov) -> None:
+    draft = make_draft(**FULL, **FIRST, confidence_head_with_markov=with_markov)
+    save_draft(draft, tmp_path / "draft")
+    read = convert(tmp_path / "draft", "sglang", tmp_path / "out", expanded=True)
+    assert any("lm_head" in note for note in read.notes)
+    whole = load_draft(tmp_path / "out")
+    assert whole.config.draft_vocab_size == 30 and whole.config.markov_rank == 16
+    whole.bind(draft._target().embedding, draft._target().head_weight)
+    hidden, ids = torch.randn(40, 7, 16), torch.randint(0, 30, (40, 7))
+    few, many = draft.teacher_logits(hidden, ids), whole.teacher_logits(hidden, ids)
+    kept = draft.draft_ids
+    torch.testing.assert_close(many[..., kept], few, rtol=1e-5, atol=1e-4)
+    assert torch.equal(many.argmax(-1), kept[few.argmax(-1)])
+    others = torch.ones(30, dtype=torch.bool)
+    others[kept] = False
+    assert float(many[..., others].max()) < LOW / 2
+    torch.testing.assert_close(whole.confidence(hidden, ids), draft.confidence(hidden, ids))
+
+
+def test_expansion_is_refused_where_it_makes_no_sense(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**FULL, **FIRST, markov_head_type="gated"), tmp_path / "gated")
+    with pytest.raises(DsparkError, match="markov_head_type.*vanilla"):
+        convert(tmp_path / "gated", "sglang", tmp_path / "out", expanded=True)
+    with pytest.raises(DsparkError, match="expand"):
+        convert(tmp_path / "gated", "native", tmp_path / "out", expanded=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sglang_is_told_what_it_ignores(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE, **FIRST, enable_confidence_head=False, target_layer_ids=[0, 3]), tmp_path / "draft")
+    notes = convert(tmp_path / "draft", "sglang", tmp_path / "out").notes
+    assert any("RAGGED_VERIFY_MODE" in note for note in notes) and any("last layer" in note for note in notes)
+
+
+def test_fp32_weights_are_rounded_and_said_so(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    save_file({n: t.float() for n, t in load_file(path).items()}, path)
+    assert any("rounded" in note for note in convert(tmp_path / "draft", "native", tmp_path / "out").notes)
+
+
+# DeepSpec's own files: the top-level form without our keys
+
+
+def deepspec(make_draft, folder: Path, changes: dict[str, Any], dropped: tuple[str, ...] = ()) -> None:
+    save_draft(make_draft(**changes), folder)
+    values = json.loads((folder / "config.json").read_text())
+    ours = ("target_name", "training_length", "prompt_recipe", "lm_head_in_file", "draft_vocab_size")
+    for name in (*ours, "rope_parameters", "sliding_window_non_causal", "sample_from_anchor", *dropped):
+        del values[name]
+    (folder / "config.json").write_text(json.dumps({**values, "num_anchors": 512}))
+
+
+STATED = {"target_name": "tiny", "training_length": 64}
+
+
+def test_deepspec_files_need_what_they_lack(make_draft, tmp_path) -> None:
+    deepspec(make_draft, tmp_path / "draft", {**WHOLE, **FIRST})
+    for name in STATED:
+        with pytest.raises(DsparkError, match="state it") as caught:
+            convert(tmp_path / "draft", "native", tmp_path / "out", **{k: v for k, v in STATED.items() if k != name})
+        assert caught.value.field == name
+    read = convert(tmp_path / "draft", "native", tmp_path / "out", **STATED)
+    assert read.config.sample_from_anchor and read.config.draft_vocab_size == 30
+    assert any("anchor-first" in note for note in read.notes)
+    loaded = load_draft(tmp_path / "out")
+    assert loaded.config == make_draft(**WHOLE, **FIRST, **STATED, prompt_recipe=loaded.config.prompt_recipe).config
+
+
+def test_deepspec_dflash_has_rank_0_and_a_stated_layout(make_draft, tmp_path) -> None:
+    dropped = ("markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    deepspec(make_draft, tmp_path / "draft", {**WHOLE, **PLAIN}, dropped)
+    with pytest.raises(DsparkError, match="sample_from_anchor: true when"):
+        convert(tmp_path / "draft", "native", tmp_path / "out", **STATED)
+    read = convert(tmp_path / "draft", "z-lab", tmp_path / "out", **STATED, sample_from_anchor=False)
+    assert read.config.markov_rank == 0 and not read.config.enable_confidence_head and read.config.gamma == 7
+
+
+def test_what_is_stated_may_not_contradict(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    for name, value in {"sample_from_anchor": True, "mask_token_id": 3, "nonsense": 1}.items():
+        with pytest.raises(DsparkError) as caught:
+            convert(tmp_path / "draft", "native", tmp_path / "out", **{name: value})
+        assert caught.value.field == name
+    convert(tmp_path / "draft", "native", tmp_path / "out", mask_token_id=29, target_layer_ids=[0, 2])
+
+
+def test_a_target_folder_supplies_name_and_depth(make_draft, tmp_path) -> None:
+    deepspec(make_draft, tmp_path / "draft", {**WHOLE, **FIRST}, ("num_target_layers",))
+    (tmp_path / "target").mkdir()
+    facts = {"text_config": {"num_hidden_layers": 4, "hidden_size": 16, "vocab_size": 30}}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(facts))
+    target = str(tmp_path / "target")
+    read = read_checkpoint(tmp_path / "draft", target, training_length=64)
+    assert read.config.num_target_layers == 4 and read.config.target_name == target
+    facts["text_config"]["vocab_size"] = 31
+    (tmp_path / "target" / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(DsparkError, match="vocab_size"):
+        read_checkpoint(tmp_path / "draft", target, training_length=64)
+
+
+# Faulty and foreign folders
+
+
+def test_tensors_of_the_target_are_left_out_and_t2d_is_made(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**FULL), tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(path)
+    marked = tensors.pop("t2d")
+    save_file({**tensors, "embed_tokens.weight": torch.zeros(30, 16)}, path)
+    read = read_checkpoint(tmp_path / "draft")
+    assert torch.equal(read.tensors["t2d"], marked) and any("embed_tokens" in note for note in read.notes)
+
+
+FAULTS = {
+    "missing": (lambda t: t.pop("norm.weight"), "missing norm.weight"),
+    "extra": (lambda t: t.update(mask_embedding=torch.zeros(3)), "unexpected mask_embedding"),
+    "absolute ids": (lambda t: t["d2t"].add_(torch.arange(12)), "d2t.*offsets"),
+    "nan": (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight.*finite"),
+    "no map": (lambda t: t.pop("d2t"), "missing d2t"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("form", ["native", "speculators"])
+def test_faulty_tensors_write_nothing(make_draft, tmp_path, fault, form) -> None:
+    change, message = FAULTS[fault]
+    save_draft(make_draft(**FULL), tmp_path / "native")
+    convert(tmp_path / "native", form, tmp_path / "draft")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    with pytest.raises(DsparkError, match=message):
+        convert(tmp_path / "draft", "vllm", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["draft", "native"]
+
+
+def test_shards_are_read_and_never_outside_the_folder(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(path)
+    path.rename(tmp_path / "outside.safetensors")
+    index, names = tmp_path / "draft" / "model.safetensors.index.json", sorted(tensors)
+    save_file({n: tensors[n] for n in names[:9]}, tmp_path / "draft" / "a.safetensors")
+    save_file({n: tensors[n] for n in names[9:]}, tmp_path / "draft" / "b.safetensors")
+    homes = {n: "a.safetensors" if i < 9 else "b.safetensors" for i, n in enumerate(names)}
+    index.write_text(json.dumps({"weight_map": homes}))
+    read = read_checkpoint(tmp_path / "draft")
+    assert all(torch.equal(read.tensors[n], tensors[n]) for n in names)
+    for bad in (
+        "../outside.safetensors",
+        str(tmp_path / "outside.safetensors"),
+        "..",
+        "weights.bin",
+        "",
+        7,
+        "c.safetensors",
+    ):
+        index.write_text(json.dumps({"weight_map": {**homes, names[0]: bad}}))
+        with pytest.raises(DsparkError, match=r"index\.json"):
+            read_checkpoint(tmp_path / "draft")
+    for damaged in ("{", "[]", "{}", '{"weight_map": [1]}'):
+        index.write_text(damaged)
+        with pytest.raises(DsparkError, match="weight_map"):
+            read_checkpoint(tmp_path / "draft")
+
+
+def test_pickles_are_refused_and_cut_files_are_one_line(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    path = tmp_path / "draft" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-50])
+    with pytest.raises(DsparkError, match="whole safetensors") as caught:
+        read_checkpoint(tmp_path / "draft")
+    assert "\n" not in str(caught.value)
+    path.rename(tmp_path / "draft" / "pytorch_model.bin")
+    with pytest.raises(DsparkError, match="pickle"):
+        read_checkpoint(tmp_path / "draft")
+
+
+def test_forms_that_are_not_read_are_named() -> None:
+    for values, message in (
+        ({"model_type": "k3_dspark"}, "model_type"),
+        ({"model_type": "muse_glimmer_assistant"}, "model_type"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "no form of a draft"),
+        ({}, "no form of a draft"),
+    ):
+        with pytest.raises(DsparkError, match=message):
+            detect(values)
+
+
+def test_an_existing_folder_is_not_touched(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    with pytest.raises(DsparkError, match="exists already"):
+        convert(tmp_path / "draft", "native", tmp_path / "draft")
+    with pytest.raises(DsparkError, match="must be one of"):
+        convert(tmp_path / "draft", "gguf", tmp_path / "out")
+
+
+def test_the_command(make_draft, tmp_path) -> None:
+    deepspec(make_draft, tmp_path / "draft", {**WHOLE, **FIRST})
+    words = ["convert", str(tmp_path / "draft"), str(tmp_path / "out"), "--to", "speculators"]
+    result = CliRunner().invoke(app, [*words, "--state", "target_name=tiny", "--state", "training_length=64"])
+    assert result.exit_code == 0, result.output
+    assert "(native) ->" in result.output and "7 predictions, anchor-first" in result.output
+    assert "note: no layout key" in result.output
+    failed = CliRunner().invoke(app, [*words[:2], str(tmp_path / "two"), *words[3:], "--state", "oops"])
+    assert isinstance(failed.exception, DsparkError)
+    assert import_draft(tmp_path / "out").config.target_name == "tiny"
