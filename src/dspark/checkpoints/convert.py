@@ -34,7 +34,7 @@ from dspark.checkpoints.native import (
     config_to_json,
     write_checkpoint,
 )
-from dspark.checkpoints.qwen3 import OURS, assemble, backbone_fields, own_json, unknown_keys
+from dspark.checkpoints.qwen3 import assemble, backbone_fields, own_json, own_object, unknown_keys
 from dspark.checkpoints.specforge import is_specforge, specforge_fields, specforge_to_json
 from dspark.checkpoints.speculators import speculators_fields, speculators_to_json
 from dspark.checkpoints.tensors import WEIGHTS_FILE, load_tensors, tensor_shapes
@@ -139,11 +139,11 @@ def read_checkpoint(folder: Path, target: str | None = None, **stated: Any) -> C
         "z-lab": zlab_fields,
     }
     fields = readers[form](values, notes)
-    known = {**fields, **(values.get(OURS) or {}), **values}
+    known = {**fields, **own_object(values), **values}
     facts = {} if target is None else {n: v for n, v in _target_facts(target, fields).items() if n not in known}
     config = assemble(fields, values, {**facts, **stated}, notes)
     tensors = _read_tensors(folder, config, notes)
-    ours = values.get(OURS) or values
+    ours = own_object(values) or values
     lm_head = bool(ours.get("lm_head_in_file", LM_HEAD in tensors)) and config.reduced
     return Checkpoint(form, config, tensors, lm_head, notes)
 

@@ -75,13 +75,18 @@ def backbone_json(config: DraftConfig) -> dict[str, Any]:
 
 
 def backbone_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The DraftConfig fields that Qwen3's keys state; what is missing is left out."""
+    """The DraftConfig fields that Qwen3's keys state; what is missing is left out.
+
+    Raises DsparkError when layer_types is no list of names, or the rotary settings are stated in two ways.
+    """
     fields = {name: values[name] for name in (*BACKBONE, "layer_types") if name in values}
     fields["rope_parameters"] = rope_parameters(values)
-    layers = fields.get("num_hidden_layers")
-    if fields.get("layer_types") is None and not values.get("use_sliding_window") and isinstance(layers, int):
+    layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise DsparkError("layer_types", kinds, "must be a list with the kind of attention of every layer")
+    if kinds is None and not values.get("use_sliding_window") and isinstance(layers, int) and layers < 1000:
         fields["layer_types"] = ["full_attention"] * layers
-    if isinstance(values.get("sliding_window"), int) and "sliding_attention" in fields.get("layer_types", ()):
+    if isinstance(values.get("sliding_window"), int) and "sliding_attention" in (fields.get("layer_types") or ()):
         fields["sliding_window"] = values["sliding_window"]
     return fields
 
@@ -89,6 +94,14 @@ def backbone_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def own_json(config: DraftConfig, lm_head: bool) -> dict[str, Any]:
     """The object `dspark` of a foreign config.json."""
     return {OURS: {**config.model_dump(include=set(OWN)), "lm_head_in_file": lm_head}}
+
+
+def own_object(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Our object in a foreign config.json, empty when there is none. Raises DsparkError when it is something else."""
+    found = values.get(OURS, {})
+    if not isinstance(found, Mapping):
+        raise DsparkError(OURS, found, "must be an object")
+    return found
 
 
 def nested(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -119,9 +132,7 @@ def assemble(
 
     Raises DsparkError for a missing field, or a stated one that the file contradicts.
     """
-    ours = values.get(OURS, {})
-    if not isinstance(ours, Mapping):
-        raise DsparkError(OURS, ours, "must be an object")
+    ours = own_object(values)
     top = {name: values[name] for name in OWN if name in values and name != "sliding_window"}
     found = {**top, **{name: ours[name] for name in OWN if name in ours}, **fields}
     for name, value in stated.items():

@@ -134,9 +134,9 @@ def _taps(ids: Any) -> list[int]:
 def _attention(values: Mapping[str, Any], fields: dict[str, Any], kind: str) -> None:
     """What the sliding layers of a block see, as vLLM reads it."""
     stated = values.get("sliding_window_non_causal")
-    if "sliding_attention" in fields.get("layer_types", ()):
+    if "sliding_attention" in (fields.get("layer_types") or ()):
         fields["sliding_window_non_causal"] = stated is not False if kind == "dflash" else bool(stated)
-    if kind == "dflash" and stated is False and "full_attention" in fields.get("layer_types", ()):
+    if kind == "dflash" and stated is False and "full_attention" in (fields.get("layer_types") or ()):
         raise DsparkError("sliding_window_non_causal", False, "makes full layers causal in this form; not supported")
 
 
