@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from dspark.checkpoints import convert as conversion
 from dspark.checkpoints.builtin import draft_folder
 from dspark.checkpoints.convert import FORMS, convert, detect, import_draft, read_checkpoint
 from dspark.checkpoints.expand import LOW
@@ -123,6 +124,22 @@ def test_expanded_for_sglang_proposes_the_same(make_draft, tmp_path, with_markov
     others[kept] = False
     assert float(many[..., others].detach().max()) < LOW / 2
     torch.testing.assert_close(whole.confidence(hidden, ids), draft.confidence(hidden, ids))
+
+
+def test_a_head_that_is_not_the_targets_is_not_dropped(make_draft, tmp_path, monkeypatch) -> None:
+    draft = make_draft(**FULL, **FIRST)
+    save_draft(draft, tmp_path / "draft")
+    rows = draft.head_rows.clone()
+    monkeypatch.setattr(conversion, "_target_facts", lambda target, fields: {})
+    monkeypatch.setattr(conversion, "_head_rows", lambda config, d2t, target: rows)
+    assert not convert(tmp_path / "draft", "sglang", tmp_path / "out", target="tiny", expanded=True).notes
+    rows[3] += 1
+    with pytest.raises(DsparkError, match="not the target's rows"):
+        convert(tmp_path / "draft", "sglang", tmp_path / "other", target="tiny", expanded=True)
+    (tmp_path / "draft" / "README.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(DsparkError, match="UTF-8"):
+        convert(tmp_path / "draft", "native", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_expansion_is_refused_where_it_makes_no_sense(make_draft, tmp_path) -> None:

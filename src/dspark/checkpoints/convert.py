@@ -82,7 +82,7 @@ def convert(
         raise DsparkError("expand", True, "is for SGLang, which has no reduced vocabulary; leave it out")
     if expanded and config.reduced:
         if LM_HEAD in tensors:
-            read.notes.append(f"{LM_HEAD} is dropped: SGLang drafts with the target's head")
+            _drop_head(config, tensors, target, read.notes)
         config, tensors = expand(config, tensors)
     elif config.reduced and form in _NEEDS_HEAD and LM_HEAD not in tensors:
         tensors[LM_HEAD] = _head_rows(config, tensors["d2t"], target)
@@ -248,6 +248,14 @@ def _head_rows(config: DraftConfig, d2t: Tensor, target: str | None) -> Tensor:
     return loaded.head_weight[torch.arange(len(d2t)) + d2t].detach()
 
 
+def _drop_head(config: DraftConfig, tensors: Mapping[str, Tensor], target: str | None, notes: list[str]) -> None:
+    """Raise DsparkError when the file's head rows, which SGLang cannot use, are not those of the target (if given)."""
+    if target is None:
+        notes.append(f"{LM_HEAD} is dropped: SGLang drafts with the target's head; give --target to compare them")
+    elif not torch.equal(_head_rows(config, tensors["d2t"], target).bfloat16(), tensors[LM_HEAD].bfloat16()):
+        raise DsparkError(LM_HEAD, "not the target's rows", "SGLang drafts with the target's head: other proposals")
+
+
 def _target_facts(target: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Name and depth of a target by its config.json; its width and vocabulary must be the draft's."""
     values = _config_values(ensure_embedded() if target == EMBEDDED else Path(target))
@@ -259,4 +267,8 @@ def _target_facts(target: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    """A text that goes along unchanged, if it is there. Raises DsparkError when it is no text."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except ValueError:
+        raise DsparkError(path.name, str(path), "must be UTF-8 text; mend it or take it away") from None
