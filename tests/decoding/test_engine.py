@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.decoding.conftest import PROMPTS, bigram_draft, draft_config
+from tests.drafts.conftest import MLA
 
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, NoProposer, make_proposer
@@ -12,7 +13,7 @@ from dspark.decoding.request import Request, Round, SamplingSettings
 from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 
-LAYOUTS = {"anchor-first": {}, "bonus-anchor": {"sample_from_anchor": False, "block_size": 8}}
+LAYOUTS = {"anchor-first": {}, "bonus-anchor": {"sample_from_anchor": False, "block_size": 8}, "mla": MLA}
 LENGTHS = [40, 3, 25, 33, 1]
 
 
@@ -58,8 +59,10 @@ def test_greedy_ids_equal_plain_ones(target, pairs, plain, layout, n):
         {"draft_vocab_size": 60},
         {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
         {"layer_types": ("sliding_attention",) * 2, "sliding_window": 4, "sliding_window_non_causal": True},
+        {**MLA, "q_lora_rank": 16, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
+        {**MLA, "draft_vocab_size": 60, "sample_from_anchor": False},
     ],
-    ids=["dflash", "reduced", "sliding", "sliding-non-causal"],
+    ids=["dflash", "reduced", "sliding", "sliding-non-causal", "mla-sliding", "mla-reduced-bonus"],
 )
 def test_greedy_with_other_drafts(target, pairs, plain, changes):
     if changes.get("markov_rank") == 0:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.decoding.conftest import PROMPTS, bigram_draft
+from tests.drafts.conftest import MLA
 
 from dspark.data.rows import Row
 from dspark.decoding.engine import Engine
@@ -26,7 +27,7 @@ def rows_of(target, requests):
     return [(rows[i], taps[i]) for i in range(len(requests))]
 
 
-@pytest.mark.parametrize("layout", [{}, {"sample_from_anchor": False, "block_size": 8}])
+@pytest.mark.parametrize("layout", [{}, {"sample_from_anchor": False, "block_size": 8}, MLA])
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_replay_equals_served_rounds(target, pairs, layout, n):
     asked = [Request(p, m, ignore_eos=True) for p, m in zip(PROMPTS, (60, 1, 31, 44, 2), strict=True)]

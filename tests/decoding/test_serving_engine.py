@@ -4,6 +4,7 @@ import time
 
 import pytest
 from tests.decoding.conftest import PROMPTS, bigram_draft
+from tests.drafts.conftest import MLA
 
 from dspark.decoding import engine as engines
 from dspark.decoding.engine import Engine
@@ -15,9 +16,9 @@ from dspark.errors import DsparkError
 LONG = [5 + (7 * i) % 90 for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def draft(pairs):
-    return bigram_draft(pairs)
+@pytest.fixture(scope="module", params=["gqa", "mla"])
+def draft(pairs, request):
+    return bigram_draft(pairs, **(MLA if request.param == "mla" else {}))
 
 
 def make(target, draft, batch=4, n=5, **settings):
@@ -299,5 +300,6 @@ def test_bytes_per_token_are_what_the_memory_takes(target, draft):
     state, context = active.state, active.context
     held = sum(t.numel() * t.element_size() for t in (*state.keys, *state.values))
     assert held == state.capacity * target.bytes_per_token
-    per_token = (context.keys.numel() + context.values.numel()) * 4 // context.keys.shape[2]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (context.keys, context.values)}
+    per_token = sum(kept.values()) // context.keys.shape[2]
     assert engine.memory.bytes_per_token == target.bytes_per_token + per_token

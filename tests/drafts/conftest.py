@@ -33,6 +33,11 @@ TINY: dict[str, Any] = {
     "markov_rank": 6,
     "training_length": 64,
 }
+# Over four query heads
+MLA: dict[str, Any] = {
+    "attention": "mla", "num_key_value_heads": 4, "head_dim": 4,
+    "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
 
 
 def tiny_fields(**changes: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from tests.drafts.conftest import MLA
+from transformers import DeepseekV3Config, Qwen3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -13,8 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from dspark.drafts import anchors as anchors_module
+from dspark.drafts.config import MLA_SIZES
 from dspark.errors import DsparkError
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 LAYERS = {
     "full": {},
     "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3},
@@ -22,6 +29,9 @@ LAYERS = {
     "mixed": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     "partial-rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
     "bias": {"attention_bias": True},
+    "mla": MLA,
+    "mla, low rank, yarn": {**MLA, "q_lora_rank": 16, "rope_parameters": YARN},
+    "mla, sliding": {**MLA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
 }
 LAYOUTS = {"anchor-first": {"sample_from_anchor": True}, "bonus-anchor": {"sample_from_anchor": False, "block_size": 5}}
 
@@ -153,7 +163,33 @@ def test_both_equal_a_plain_qwen3_reference(make_draft, layers, layout) -> None:
         torch.testing.assert_close(trained[a], reference(draft, row, a, n), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("layers", ["full", "mixed"])
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 100.0}, YARN])
+@pytest.mark.parametrize("rank", [None, 16])
+def test_mla_equals_deepseeks_attention_over_context_and_block(make_draft, rank, rope) -> None:
+    """Transformers' own module reads [context ; normed block] with nothing masked; the block's rows are taken."""
+    draft = make_draft(**MLA, q_lora_rank=rank, rope_parameters=rope)
+    row, sizes = PackedRow(draft), {name: MLA[name] for name in MLA_SIZES}
+    shape = DeepseekV3Config(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=rank, **sizes, rope_parameters=rope,
+        rms_norm_eps=draft.config.rms_norm_eps, max_position_embeddings=256, attn_implementation="eager",
+    )  # fmt: skip
+    trained, slots = row.train(draft), draft.config.gamma
+    for a in (2, 5, 7):
+        start, end = int(row.doc_start[a]), int(row.index[a])
+        context, ids = draft.context_states(row.taps[start:end]), torch.full((slots,), draft.config.mask_token_id)
+        ids[0] = row.ids[a]
+        x = draft.embed(ids)
+        tables = DeepseekV3RotaryEmbedding(shape)(x, torch.arange(end - start + slots)[None])
+        for index, mine in enumerate(draft.layers):
+            attention = DeepseekV3Attention(shape, index).double()
+            attention.load_state_dict(mine.self_attn.state_dict())
+            both = torch.cat((context, mine.input_layernorm(x)))
+            x = x + attention(both[None], tables, None)[0][0, -slots:]
+            x = x + mine.mlp(mine.post_attention_layernorm(x))
+        torch.testing.assert_close(trained[a], draft.norm(x), rtol=2e-4, atol=2e-4)  # norms and softmax in fp32 there
+
+
+@pytest.mark.parametrize("layers", ["full", "mixed", "mla, low rank, yarn"])
 def test_parity_in_single_precision(make_draft, layers) -> None:
     draft = make_draft(torch.float32, **LAYERS[layers])
     row = PackedRow(draft, torch.float32)
@@ -182,7 +218,7 @@ def test_a_short_block_is_not_the_prefix_of_a_long_one(make_draft) -> None:
     torch.testing.assert_close(row.train(causal, 1), row.train(causal, 4)[:, :1])
 
 
-@pytest.mark.parametrize("layers", ["full", "mixed", "non-causal"])
+@pytest.mark.parametrize("layers", ["full", "mixed", "non-causal", "mla"])
 @pytest.mark.parametrize("budget", [1, 2000, 4_000_000])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_chunks_and_recomputation_change_nothing(make_draft, monkeypatch, layers, budget, recompute) -> None:
@@ -193,7 +229,8 @@ def test_chunks_and_recomputation_change_nothing(make_draft, monkeypatch, layers
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
-    assert "layers.1.self_attn.k_proj.weight" in gradients and "fc.weight" in gradients
+    key = "kv_a_proj_with_mqa" if layers == "mla" else "k_proj"
+    assert f"layers.1.self_attn.{key}.weight" in gradients and "fc.weight" in gradients
     monkeypatch.setattr(anchors_module, "SCORES_PER_CHUNK", budget)
     monkeypatch.setattr(anchors_module, "CHECKPOINT_SCORES", 0 if recompute else 10**12)
     draft.zero_grad()

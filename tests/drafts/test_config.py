@@ -4,8 +4,9 @@ from importlib.resources import files
 
 import pytest
 import yaml
+from tests.drafts.conftest import MLA
 
-from dspark.drafts.config import DraftConfig
+from dspark.drafts.config import OPTIONAL, DraftConfig
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 
@@ -37,7 +38,7 @@ def test_kimi_k3_parts() -> None:
 
 def test_every_missing_field_is_named(fields) -> None:
     for name in DraftConfig.model_fields:
-        if name == "hidden_act":
+        if name == "hidden_act" or name in OPTIONAL:
             continue
         values = fields()
         del values[name]
@@ -88,6 +89,35 @@ def test_bad_values_name_the_field(fields, changes, field) -> None:
         DraftConfig(**fields(**changes))
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *(({**MLA, name: None}, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")),
+        ({**MLA, "v_head_dim": None}, "v_head_dim"),
+        ({**MLA, "num_key_value_heads": 2}, "num_key_value_heads"),
+        ({**MLA, "head_dim": 8}, "head_dim"),
+        ({**MLA, "attention_bias": True}, "attention_bias"),
+        ({"kv_lora_rank": 12}, "kv_lora_rank"),
+        ({"q_lora_rank": 12}, "q_lora_rank"),
+        ({**MLA, "attention": "mqa"}, "attention"),
+        ({"aux_hidden_stream": "raw"}, "aux_hidden_stream"),
+    ],
+)
+def test_latent_attention_is_stated_whole_or_not_at_all(fields, changes, field) -> None:
+    with pytest.raises(DsparkError) as caught:
+        DraftConfig(**fields(**changes))
+    assert caught.value.field == field
+
+
+def test_what_says_nothing_is_not_written(fields) -> None:
+    """Files and hashes from before there was a choice of attention stay what they are."""
+    plain = {**fields(), "aux_hidden_stream": None}
+    assert not set(OPTIONAL) & DraftConfig(**plain).model_dump().keys()
+    latent = DraftConfig(**fields(**MLA, aux_hidden_stream="attn_res"))
+    assert DraftConfig(**latent.model_dump()) == latent
+    assert set(OPTIONAL) - latent.model_dump().keys() == {"q_lora_rank"}
 
 
 def test_layouts_count_predictions_and_slots(fields) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from dspark.drafts.attention import LatentAttention
 from dspark.drafts.eagle3 import Eagle3Draft
-from dspark.drafts.eagle3_attention import LatentAttention
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.inspect import parameter_counts
+from dspark.drafts.rope import Rotary
 from dspark.errors import DsparkError
 
 GQA = {"attention": "gqa", "num_key_value_heads": 2, "head_dim": 8}
@@ -156,7 +157,7 @@ def test_absorbed_mla_is_the_attention_of_transformers(low_rank: bool) -> None:
     sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12}
     config = Eagle3Config(**eagle3_fields("mla", **sizes, q_lora_rank=rank))
     torch.manual_seed(0)
-    ours = LatentAttention(config).double()
+    ours = LatentAttention(config, 2 * config.hidden_size, Rotary(config.rotary)).double()
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from tests.drafts.conftest import MLA
 
 from dspark.checkpoints.native import load_draft
 from dspark.data.rows import Row
@@ -45,17 +47,16 @@ def records(out: str, kind: str) -> list[dict[str, float]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("markov", ["vanilla", "rnn"])
+@pytest.mark.parametrize("draft", [{}, {"markov_head_type": "rnn"}, {**MLA, "q_lora_rank": 16}])
 def test_four_steps_are_two_and_two(
     make_recipe: Make,
     target: TransformersTarget,
     source: InProcessFeatures,
     rows: list[Row],
     quiet: Console,
-    markov: str,
+    draft: dict[str, Any],
 ) -> None:
-    whole = make_recipe("whole", draft={"markov_head_type": markov})
-    parts = make_recipe("parts", draft={"markov_head_type": markov})
+    whole, parts = make_recipe("whole", draft=draft), make_recipe("parts", draft=draft)
     given = {"target": target, "source": source, "rows": rows, "console": quiet}
     first = train(whole, **given)
     stopped = train(parts, stop_after=2, **given)

@@ -28,7 +28,9 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.drafts.kinds import Config, Draft, new_draft
 from dspark.errors import DsparkError
 
-ARCHITECTURE = "Qwen3DSparkModel"
+ARCHITECTURE, LATENT_ARCHITECTURE = "Qwen3DSparkModel", "LatentDSparkModel"
+# No engine reads an MLA draft in this form, and none shall take it for another model: vLLM's form is k3_dspark
+_MODEL_TYPES = {ARCHITECTURE: "qwen3", LATENT_ARCHITECTURE: "dspark_latent"}
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 # What may lie beside them: where the draft comes from, hashes of the prompts it was trained on, its card
 TRAINING_FILE, PROMPTS_FILE, CARD_FILE = "training.json", "training_prompts.txt", "README.md"
@@ -47,9 +49,10 @@ def config_to_json(config: DraftConfig, lm_head_in_file: bool) -> dict[str, Any]
     for name in _TUPLES:
         fields[name] = list(fields[name])
     uses_window = "sliding_attention" in config.layer_types
+    architecture = LATENT_ARCHITECTURE if config.attention == "mla" else ARCHITECTURE
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
+        "architectures": [architecture],
+        "model_type": _MODEL_TYPES[architecture],
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
         "use_sliding_window": uses_window,
@@ -66,11 +69,13 @@ def config_from_json(values: Mapping[str, Any]) -> tuple[DraftConfig, bool]:
     rope_parameters may be stated as the older rope_theta + rope_scaling; stated both ways they must agree.
     Raises DsparkError naming a missing or wrong key.
     """
-    if values.get("architectures") != [ARCHITECTURE]:
+    found = values.get("architectures")
+    if found not in ([ARCHITECTURE], [LATENT_ARCHITECTURE]):
+        known = (ARCHITECTURE, LATENT_ARCHITECTURE, *EAGLE3.values())
+        raise DsparkError("architectures", found, f"must be [one of {', '.join(known)}]; convert other formats first")
+    if (found == [LATENT_ARCHITECTURE]) != (values.get("attention", "gqa") == "mla"):
         raise DsparkError(
-            "architectures",
-            values.get("architectures"),
-            f"must be ['{ARCHITECTURE}'], or {' or '.join(EAGLE3.values())}; convert other formats first",
+            "attention", values.get("attention"), f"must be mla with {LATENT_ARCHITECTURE} and only there"
         )
     fields = {name: values[name] for name in DraftConfig.model_fields if name in values}
     fields["rope_parameters"] = rope_parameters(values)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from dspark.drafts.attention import Attention
 from dspark.drafts.dspark import DraftContext, DSparkDraft
 from dspark.kernels.decoder import Decoder, Pointers, Shape, Span, head, markov_tokens
 from dspark.targets.compiled import layer_weights
@@ -40,7 +42,8 @@ class CompiledDraft:
         ]
         self.decoder = Decoder(shape, layers, lambda positions: draft.rotary.tables(positions, like))
         self._fc = pack(draft.fc.weight)
-        pairs = [p for layer in draft.decoder_layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        attentions = [cast(Attention, layer.self_attn) for layer in draft.decoder_layers]
+        pairs = [p for attention in attentions for p in (attention.k_proj, attention.v_proj)]
         bias = None if pairs[0].bias is None else torch.cat([p.bias.detach() for p in pairs])
         self._kv = pack(torch.cat([p.weight.detach() for p in pairs]), bias)
         self._norm, self._context_norm = draft.norm.weight.detach(), draft.hidden_norm.weight.detach()
@@ -76,8 +79,10 @@ class CompiledDraft:
 
 
 def compile_draft(draft: DSparkDraft) -> CompiledDraft | None:
-    """The draft compiled; None where the kernels are not built, or its sizes or types do not fit them."""
+    """The draft compiled; None where the kernels are not built, or its sizes, types or attention do not fit them."""
     config = draft.config
+    if config.attention == "mla":
+        return None
     weights = [p for layer in draft.decoder_layers for p in layer.parameters() if p.dim() == 2]
     fits = config.hidden_act == "silu" and config.head_dim % 32 == 0 and config.intermediate_size % 32 == 0
     return CompiledDraft(draft) if fits and all(packable(w) for w in (draft.fc.weight, *weights)) else None

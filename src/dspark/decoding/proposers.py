@@ -81,10 +81,9 @@ class DSparkProposer(DraftProposer):
             raise DsparkError("draft_mode", mode, "must be block or prefix")
         self.draft, self.width = draft, draft.config.gamma if mode == "prefix" else self.n
         self.confidence = confidence and draft.confidence_head is not None
-        config = draft.config
-        self.bytes_per_token = (
-            2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft.norm.weight.itemsize
-        )
+        heads, key_width, value_width = draft.config.cached_shape
+        kept = key_width if draft.config.attention == "mla" else key_width + value_width
+        self.bytes_per_token = draft.config.num_hidden_layers * heads * kept * draft.norm.weight.itemsize
 
     @torch.no_grad()
     def propose(self, batch: Sequence[Active]) -> list[Proposal]:

@@ -114,21 +114,21 @@ def attend_anchors(
     key: Tensor,
     value: Tensor,
     context: tuple[Tensor, Tensor],
+    scale: float,
     recompute: bool,
 ) -> Tensor:
     """One layer's attention for all anchors.
 
-    query [A, slots, H, hd], key and value [A, slots, kvh, hd] (rotated); context: K and V of the row, [kvh, S, hd]
-    -> [A * slots, H * hd].
+    query [A, slots, H, kd], key [A, slots, kvh, kd] and value [A, slots, kvh, vd] (rotated); context: K [kvh, S, kd]
+    and V [kvh, S, vd] of the row -> [A * slots, H, vd].
     """
     anchors, slots, kv_heads, width = key.shape
-    # [A, kvh, group * slots, hd]: query heads of one KV head side by side, so that each product reads its keys once
-    folded = (query * width**-0.5).view(anchors, slots, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
+    # [A, kvh, group * slots, kd]: query heads of one KV head side by side, so that each product reads its keys once
+    folded = (query * scale).view(anchors, slots, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(anchors, kv_heads, -1, width)
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
-    mixed = _over_chunks(plan, folded, key, value, context, recompute)
-    mixed = mixed.view(anchors, kv_heads, -1, slots, width).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(anchors * slots, -1)
+    mixed = _over_chunks(plan, folded, key.transpose(1, 2), value.transpose(1, 2), context, recompute)
+    mixed = mixed.unflatten(2, (-1, slots)).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(anchors * slots, -1, mixed.shape[-1])
 
 
 def attend_steps(

@@ -1,7 +1,8 @@
 """The DFlash backbone: projected context, injected K/V, block attention (method section 2).
 
-Layers are Qwen3-style: RMSNorm, grouped-query attention with per-head q/k norms, SwiGLU. Context never passes through a
-layer: its K/V come from the same k_proj/v_proj as the block's, so they are computed once per committed token.
+Layers are Qwen3-style: RMSNorm, grouped-query attention with per-head q/k norms (or DeepSeek-V3's latent attention),
+SwiGLU. Context never passes through a layer: its K/V come from the same projections as the block's, so they are
+computed once per committed token.
 """
 
 from __future__ import annotations
@@ -9,55 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from dspark.drafts.attention import Attention, LatentAttention, RMSNorm
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.rope import Rotary
 from dspark.errors import DsparkError
 
-# How a layer attends: (its index, q [N, H, hd], k [N, kvh, hd], v [N, kvh, hd]) -> [N, H * hd]; q and k come normed and
+# How a layer attends: (its index, q [N, H, kd], k [N, kvh, kd], v [N, kvh, vd]) -> [N, H, vd]; q and k come normed and
 # rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in the weight's type; statistics in fp32 for half types."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Projections, q/k norms and RoPE; the attending itself is passed in (decoding and training differ there only)."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        width, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, width, bias=bias)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
-
-    def key_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """states [N, d] -> k (normed, not rotated) and v, both [N, kvh, hd]."""
-        key = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim)))
-        return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
-
-    def query(self, states: Tensor) -> Tensor:
-        """states [N, d] -> q (normed, not rotated) [N, H, hd]."""
-        return self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim)))
 
 
 class MLP(nn.Module):
@@ -79,9 +44,13 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer over block tokens [N, d]."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, rotary: Rotary) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = (
+            Attention(config, rotary)
+            if config.attention == "gqa"
+            else LatentAttention(config, config.hidden_size, rotary)
+        )
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -96,9 +65,9 @@ class Backbone(nn.Module):
         taps = len(config.target_layer_ids)
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(Layer(config, self.rotary) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
     def decoder_layers(self) -> list[Layer]:
@@ -125,9 +94,8 @@ class Backbone(nn.Module):
         for index, layer in enumerate(self.decoder_layers):
             attention = layer.self_attn
             states = layer.input_layernorm(x)
-            key, value = attention.key_value(states)
-            query = self.rotary.rotate(attention.query(states), cos, sin)
-            x = x + attention.o_proj(attend(index, query, self.rotary.rotate(key, cos, sin), value))
+            key, value = attention.key_value(states, cos, sin)
+            x = x + attention.output(attend(index, attention.query(states, cos, sin), key, value))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 

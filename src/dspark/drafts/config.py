@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from dspark.drafts.rope import ROPE_TYPES, inverse_frequencies
 from dspark.errors import DsparkError
@@ -16,6 +27,10 @@ PositiveInt = Annotated[StrictInt, Field(ge=1)]
 LayerType = Literal["full_attention", "sliding_attention"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
+# What mla attention needs and gqa must not have; q_lora_rank may be None, for a plain q_proj
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Fields that are left out where they say nothing, as in files from before there was a choice
+OPTIONAL = {"attention": "gqa", **dict.fromkeys(("q_lora_rank", *MLA_SIZES)), "aux_hidden_stream": None}
 PROMPT_RECIPE_KEYS = ("template_sha256", "thinking")
 
 # What to say when one of these is missing: its absence has been read in opposite ways by different engines.
@@ -33,7 +48,11 @@ _MISSING = {
 class DraftConfig(BaseModel):
     """A draft's shape, layout, taps and provenance. Nothing is inherited from the target at load time.
 
-    Every field is required (a missing one is a DsparkError that names it); `hidden_act` alone has a default.
+    Every field is required (a missing one is a DsparkError that names it), but `hidden_act` and OPTIONAL: what only
+    some drafts have.
+    attention: gqa (Qwen3's) or mla (DeepSeek-V3's, of MLA_SIZES and q_lora_rank). num_key_value_heads and head_dim are
+    then, as Transformers has them for DeepSeek-V3, the query heads and the rotated part, qk_rope_head_dim
+    aux_hidden_stream: what a tap is when it is not a layer's output: attn_res, the mixture that the next layer reads
     target_layer_ids: 0-based target layers whose outputs are the taps, in the order they are concatenated
     block_size: gamma when sample_from_anchor (anchor-first), gamma + 1 otherwise (bonus-anchor)
     rope_parameters: Transformers 5 form {rope_type, rope_theta, factor, partial_rotary_factor, ...}
@@ -51,6 +70,12 @@ class DraftConfig(BaseModel):
     intermediate_size: PositiveInt
     hidden_act: StrictStr = "silu"
     rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    attention: Literal["gqa", "mla"] = "gqa"
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt | None = None
+    qk_nope_head_dim: PositiveInt | None = None
+    qk_rope_head_dim: PositiveInt | None = None
+    v_head_dim: PositiveInt | None = None
     attention_bias: StrictBool
     max_position_embeddings: PositiveInt
     rope_parameters: dict[str, Any]
@@ -60,6 +85,7 @@ class DraftConfig(BaseModel):
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt
     target_layer_ids: tuple[StrictInt, ...]
+    aux_hidden_stream: Literal["attn_res"] | None = None
     num_target_layers: PositiveInt
     target_name: Annotated[StrictStr, Field(min_length=1)]
     mask_token_id: StrictInt
@@ -78,6 +104,10 @@ class DraftConfig(BaseModel):
         except ValidationError as error:
             raise readable(error) from None
 
+    @model_serializer(mode="wrap")
+    def _without_what_says_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if name not in OPTIONAL or value != OPTIONAL[name]}
+
     @model_validator(mode="after")
     def _consistent(self) -> DraftConfig:
         self._check_attention()
@@ -95,6 +125,7 @@ class DraftConfig(BaseModel):
             )
         if self.head_dim % 2:
             raise DsparkError("head_dim", self.head_dim, "must be even (rotary pairs)")
+        self._check_latent()
         if len(self.layer_types) != self.num_hidden_layers:
             raise DsparkError(
                 "layer_types", list(self.layer_types), f"must have one entry per layer ({self.num_hidden_layers})"
@@ -102,7 +133,26 @@ class DraftConfig(BaseModel):
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise DsparkError("sliding_window", None, "must be given because layer_types has sliding_attention layers")
         check_rope(self.rope_parameters)
-        inverse_frequencies(self)  # raises when the type lacks one of its parameters
+        frequencies, _ = inverse_frequencies(self)  # raises when the type lacks one of its parameters
+        if self.attention == "mla" and 2 * len(frequencies) != self.head_dim:
+            raise DsparkError("rope_parameters", self.rope_parameters, "must rotate all of qk_rope_head_dim")
+
+    def _check_latent(self) -> None:
+        """MLA's fields are those of an MLA draft, all of them and of no other."""
+        for name in ("q_lora_rank", *MLA_SIZES):
+            value = getattr(self, name)
+            if self.attention == "gqa" and value is not None:
+                raise DsparkError(name, value, "belongs to mla attention, this draft has gqa")
+            if self.attention == "mla" and value is None and name != "q_lora_rank":
+                raise DsparkError(name, None, "is missing and has no default: mla attention needs it")
+        if self.attention == "mla":
+            for name, value, wanted in (
+                ("num_key_value_heads", self.num_key_value_heads, self.num_attention_heads),
+                ("head_dim", self.head_dim, self.qk_rope_head_dim),
+                ("attention_bias", self.attention_bias, False),
+            ):
+                if value != wanted:
+                    raise DsparkError(name, value, f"must be {wanted} with mla attention")
 
     def _check_target_side(self) -> None:
         check_target_side(self)
@@ -125,6 +175,14 @@ class DraftConfig(BaseModel):
     def gamma(self) -> int:
         """Predictions (draft tokens) of a full block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def cached_shape(self) -> tuple[int, int, int]:
+        """(heads, key width, value width) of what a layer keeps of a token: MLA its latent and the shared rotated part,
+        whose first kv_lora_rank values are the value too."""
+        if self.kv_lora_rank is None:
+            return self.num_key_value_heads, self.head_dim, self.head_dim
+        return 1, self.kv_lora_rank + self.head_dim, self.kv_lora_rank
 
     @property
     def reduced(self) -> bool:

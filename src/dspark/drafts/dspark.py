@@ -25,16 +25,30 @@ INIT_STD = 0.02
 
 
 class DraftContext:
-    """One request's committed K/V, preallocated: keys and values [layers, kvh, capacity + scratch, hd].
+    """One request's committed K/V, preallocated: keys [layers, kvh, capacity + scratch, kd], values [.., vd].
 
     The scratch holds the block of the current pass, so that attention reads context and block as one slice without a
-    copy; it is never part of `length`. compiled: where they lie, kept by the compiled pass until they move.
+    copy; it is never part of `length`. values None: they are the first `value_width` numbers of the keys (MLA).
+    compiled: where they lie, kept by the compiled pass until they move.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        self.keys, self.values, self.capacity = keys, values, capacity
+    def __init__(self, keys: Tensor, values: Tensor | None, value_width: int, capacity: int) -> None:
+        self.keys, self.value_width, self.capacity = keys, value_width, capacity
+        self._values = values
         self.length = 0
         self.compiled: Any = None
+
+    @property
+    def values(self) -> Tensor:
+        """[layers, kvh, capacity + scratch, vd]."""
+        return self.keys[..., : self.value_width] if self._values is None else self._values
+
+    def write(self, layers: int | slice, start: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values [.., kvh, t, kd or vd] of the tokens at start.. in one layer or several."""
+        end = start + key.shape[-2]
+        self.keys[layers, :, start:end] = key
+        if self._values is not None:
+            self._values[layers, :, start:end] = value
 
     def truncate(self, length: int) -> None:
         """Forget every token from `length` on. Raises DsparkError when length > self.length."""
@@ -46,18 +60,19 @@ class DraftContext:
         """Make room for `capacity` committed tokens in all; what is held is copied."""
         more = capacity - self.capacity
         if more > 0:
-            shape = (*self.keys.shape[:2], self.keys.shape[2] + more, self.keys.shape[3])
-            for name in ("keys", "values"):
-                held = getattr(self, name)
-                grown = held.new_empty(shape)
-                grown[:, :, : self.length] = held[:, :, : self.length]
-                setattr(self, name, grown)
+            self.keys = self._longer(self.keys, more)
+            self._values = None if self._values is None else self._longer(self._values, more)
             self.capacity, self.compiled = capacity, None
+
+    def _longer(self, held: Tensor, more: int) -> Tensor:
+        layers, heads, places, width = held.shape
+        grown = held.new_empty(layers, heads, places + more, width)
+        grown[:, :, : self.length] = held[:, :, : self.length]
+        return grown
 
     def copy_prefix(self, other: DraftContext, length: int) -> None:
         """Take the first `length` tokens of another request's context, which must hold them."""
-        self.keys[:, :, :length] = other.keys[:, :, :length]
-        self.values[:, :, :length] = other.values[:, :, :length]
+        self.write(slice(None), 0, other.keys[:, :, :length], other.values[:, :, :length])
         self.length = length
 
 
@@ -207,11 +222,12 @@ class DSparkDraft(Backbone):
             raise DsparkError("capacity", capacity, "must be at least 1 token")
         config = self.config
         scratch = config.slots(config.gamma)
-        shape = (config.num_hidden_layers, config.num_key_value_heads, capacity + scratch, config.head_dim)
-        like = self.norm.weight
+        heads, key_width, value_width = config.cached_shape
+        like, shape = self.norm.weight, (config.num_hidden_layers, heads, capacity + scratch)
         with torch.inference_mode(False):  # so that it may be written outside inference mode too
-            keys = torch.empty(shape, dtype=like.dtype, device=like.device)
-            return DraftContext(keys, torch.empty_like(keys), capacity)
+            keys = like.new_empty(*shape, key_width)
+            values = None if config.attention == "mla" else like.new_empty(*shape, value_width)
+            return DraftContext(keys, values, value_width, capacity)
 
     @torch.no_grad()
     def write_context(self, batch: Sequence[tuple[DraftContext, Tensor]]) -> None:
@@ -231,14 +247,13 @@ class DSparkDraft(Backbone):
         taps = batch[0][1] if len(batch) == 1 else torch.cat([t for _, t in batch])
         states = self.context_states(taps)
         cos, sin = self._rotation([(start, end) for _, start, end in spans], states)
-        pairs = [layer.self_attn.key_value(states) for layer in self.decoder_layers]
-        keys = self.rotary.rotate(torch.stack([k for k, _ in pairs]), cos, sin).transpose(1, 2)
+        pairs = [layer.self_attn.key_value(states, cos, sin) for layer in self.decoder_layers]
+        keys = torch.stack([k for k, _ in pairs]).transpose(1, 2)
         values = torch.stack([v for _, v in pairs]).transpose(1, 2)
         row = 0
         for context, start, end in spans:
             stop = row + end - start
-            context.keys[:, :, start:end] = keys[:, :, row:stop]
-            context.values[:, :, start:end] = values[:, :, row:stop]
+            context.write(slice(None), start, keys[:, :, row:stop], values[:, :, row:stop])
             context.length, row = end, stop
 
     @torch.no_grad()
@@ -257,26 +272,28 @@ class DSparkDraft(Backbone):
             return self.compiled.block_hidden(contexts, x, slots, n)
         cos, sin = self._rotation([(c.length, c.length + slots) for c in contexts], x)
         windows = [self._window(c, slots) for c in contexts] if "sliding_attention" in config.layer_types else []
-        kv_heads, width, requests = config.num_key_value_heads, config.head_dim, len(batch)
+        requests, (kv_heads, key_width, value_width) = len(batch), config.cached_shape
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # the query heads of one KV head become more rows of it: K and V are read once and never repeated
-            query = query.view(requests, slots, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
-            query = query.reshape(requests, kv_heads, -1, width)
-            key = key.view(requests, slots, kv_heads, width).transpose(1, 2)
-            value = value.view(requests, slots, kv_heads, width).transpose(1, 2)
-            sliding = config.layer_types[layer] == "sliding_attention"
+            query = query.view(requests, slots, kv_heads, -1, key_width).permute(0, 2, 3, 1, 4)
+            query = query.reshape(requests, kv_heads, -1, key_width)
+            key = key.view(requests, slots, kv_heads, key_width).transpose(1, 2)
+            value = value.unflatten(0, (requests, slots)).transpose(1, 2)
+            sliding, scale = (
+                config.layer_types[layer] == "sliding_attention",
+                self.decoder_layers[layer].self_attn.scale,
+            )
             mixed = []
             for r, context in enumerate(contexts):
                 low, mask = windows[r] if sliding else (0, None)
-                start, end = context.length, context.length + slots
-                context.keys[layer, :, start:end] = key[r]
-                context.values[layer, :, start:end] = value[r]
+                end = context.length + slots
+                context.write(layer, context.length, key[r], value[r])
                 keys, values = context.keys[layer, None, :, low:end], context.values[layer, None, :, low:end]
-                mixed.append(F.scaled_dot_product_attention(query[r : r + 1], keys, values, attn_mask=mask))
+                mixed.append(F.scaled_dot_product_attention(query[r, None], keys, values, attn_mask=mask, scale=scale))
             joined = mixed[0] if requests == 1 else torch.cat(mixed)
-            joined = joined.view(requests, kv_heads, -1, slots, width).permute(0, 3, 1, 2, 4)
-            return joined.reshape(requests * slots, -1)
+            joined = joined.view(requests, kv_heads, -1, slots, value_width).permute(0, 3, 1, 2, 4)
+            return joined.reshape(requests * slots, -1, value_width)
 
         hidden = self.run_layers(x, cos, sin, attend).view(requests, slots, -1)
         return hidden[:, slots - n :]
@@ -297,7 +314,7 @@ class DSparkDraft(Backbone):
         low, end = max(0, context.length - window + 1), context.length + slots
         positions = torch.arange(low, end, device=self.norm.weight.device)
         mask = visible(positions[-slots:], positions, window, config.sliding_window_non_causal)
-        return low, mask.repeat(config.num_attention_heads // config.num_key_value_heads, 1)
+        return low, mask.repeat(config.num_attention_heads // config.cached_shape[0], 1)
 
     # Heads
 
@@ -373,11 +390,12 @@ class DSparkDraft(Backbone):
         recompute = needs_checkpoint(config, [plans[kind] for kind in config.layer_types], slots)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            row_key, row_value = self.decoder_layers[layer].self_attn.key_value(states)
-            row_key = self.rotary.rotate(row_key, row_cos, row_sin)
+            attention = self.decoder_layers[layer].self_attn
+            row_key, row_value = attention.key_value(states, row_cos, row_sin)
             context = (row_key.transpose(0, 1).contiguous(), row_value.transpose(0, 1).contiguous())
             query, key, value = (t.unflatten(0, (anchors, slots)) for t in (query, key, value))
-            return attend_anchors(plans[config.layer_types[layer]], query, key, value, context, recompute)
+            plan = plans[config.layer_types[layer]]
+            return attend_anchors(plan, query, key, value, context, attention.scale, recompute)
 
         ids = torch.full((anchors, slots), config.mask_token_id, dtype=torch.int64, device=taps.device)
         ids[:, 0] = anchor_ids

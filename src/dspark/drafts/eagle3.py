@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafts.anchors import attend_steps, check_anchors, needs_checkpoint, plan_anchors
-from dspark.drafts.backbone import MLP, RMSNorm
-from dspark.drafts.eagle3_attention import GroupedAttention, LatentAttention
+from dspark.drafts.attention import GroupedAttention, LatentAttention, RMSNorm
+from dspark.drafts.backbone import MLP
 from dspark.drafts.eagle3_config import Eagle3Config
+from dspark.drafts.rope import Rotary
 from dspark.drafts.vocabulary import add_vocabulary, read_vocabulary, write_vocabulary
 from dspark.errors import DsparkError
 
@@ -91,7 +92,11 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.self_attn = GroupedAttention(config) if config.attention == "gqa" else LatentAttention(config)
+        self.self_attn = (
+            GroupedAttention(config)
+            if config.attention == "gqa"
+            else LatentAttention(config, 2 * config.hidden_size, Rotary(config.rotary))
+        )
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

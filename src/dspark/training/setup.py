@@ -233,9 +233,7 @@ def _activations(c: Config, slots: int, tokens: int, longest: int) -> int:
 
     An EAGLE-3 layer also keeps the 2d wide inputs and the keys of the whole row.
     """
-    heads, key_width, value_width = (
-        c.cached_shape if isinstance(c, Eagle3Config) else (c.num_key_value_heads, c.head_dim, c.head_dim)
-    )
+    heads, key_width, value_width = c.cached_shape
     kv, width = heads * (key_width + value_width), c.num_attention_heads * key_width
     per_slot = 8 * c.hidden_size + 4 * width + 2 * kv + 4 * c.intermediate_size
     scores = c.num_attention_heads * slots * (longest + c.slots(c.gamma)) * 2
