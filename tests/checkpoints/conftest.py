@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 import yaml
 
+from dspark.checkpoints.gguf import finish
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 
@@ -37,6 +41,17 @@ TINY: dict[str, Any] = {
     "markov_rank": 3,
     "prompt_recipe": {"template_sha256": "ab" * 32, "thinking": None},
 }
+FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
+WHOLE = {**FULL, "draft_vocab_size": 30}
+PLAIN = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+FIRST = {"sample_from_anchor": True, "block_size": 7}
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two checkpoints, folders or GGUF files, are the same byte by byte."""
+    if one.is_file():
+        return one.read_bytes() == other.read_bytes()
+    return all((one / n).read_bytes() == (other / n).read_bytes() for n in ("config.json", "model.safetensors"))
 
 
 @pytest.fixture
@@ -64,3 +79,26 @@ def make_draft(make_config) -> Callable[..., DSparkDraft]:
         return draft
 
     return make
+
+
+@pytest.fixture
+def write_target(tmp_path) -> Callable[..., Path]:
+    """A file with a tokenizer of 30 tokens and, where asked, a head."""
+
+    def write(head: dict[str, np.ndarray] | None = None, tokens: int = 30, **numbers: int) -> Path:
+        path = tmp_path / "target.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, value in {"embedding_length": 16, "block_count": 4, **numbers}.items():
+            writer.add_uint32(f"llama.{key}", value)
+        if tokens:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(tokens)])
+            writer.add_array("tokenizer.ggml.token_type", [1] * tokens)
+            writer.add_uint32("tokenizer.ggml.mask_token_id", 5)
+            writer.add_bool("tokenizer.ggml.add_bos_token", False)
+        for name, values in (head or {"token_embd.weight": np.ones((30, 16), np.float32)}).items():
+            writer.add_tensor(name, values)
+        finish(writer)
+        return path
+
+    return write

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.checkpoints.conftest import same_files
 
 gguf = pytest.importorskip("gguf", reason="the package gguf (extra demo) is not installed")
 
 from dspark.checkpoints import gguf as module  # noqa: E402
-from dspark.checkpoints.gguf import CONFIG_KEY, export_gguf, finish, main, metadata, read_gguf  # noqa: E402
+from dspark.checkpoints.gguf import CONFIG_KEY, export_gguf, metadata  # noqa: E402
 from dspark.checkpoints.native import config_to_json, save_draft  # noqa: E402
+from dspark.checkpoints.read import import_draft as read_gguf  # noqa: E402
 from dspark.drafts.dspark import DSparkDraft  # noqa: E402
 from dspark.errors import DsparkError  # noqa: E402
 
@@ -52,29 +54,6 @@ LAYER_SHAPES = {
 @pytest.fixture
 def make(make_draft) -> Callable[..., DSparkDraft]:
     return lambda **changes: make_draft(**{**PLAIN, "sample_from_anchor": True, "block_size": 7, **changes})
-
-
-@pytest.fixture
-def write_target(tmp_path) -> Callable[..., Path]:
-    """A file with a tokenizer of 30 tokens and, where asked, a head."""
-
-    def write(head: dict[str, np.ndarray] | None = None, tokens: int = 30, **numbers: int) -> Path:
-        path = tmp_path / "target.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        for key, value in {"embedding_length": 16, "block_count": 4, **numbers}.items():
-            writer.add_uint32(f"llama.{key}", value)
-        if tokens:
-            writer.add_tokenizer_model("gpt2")
-            writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(tokens)])
-            writer.add_array("tokenizer.ggml.token_type", [1] * tokens)
-            writer.add_uint32("tokenizer.ggml.mask_token_id", 5)
-            writer.add_bool("tokenizer.ggml.add_bos_token", False)
-        for name, values in (head or {"token_embd.weight": np.ones((30, 16), np.float32)}).items():
-            writer.add_tensor(name, values)
-        finish(writer)
-        return path
-
-    return write
 
 
 def contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -356,11 +335,23 @@ def test_files_that_cannot_be_read_back(make, write_target, tmp_path) -> None:
         read_gguf(path)
 
 
-def test_the_command(make, write_target, tmp_path, capsys) -> None:
-    draft, target = make(), write_target()
+def test_convert_writes_a_file_and_reads_it(make, write_target, tmp_path, run) -> None:
+    draft, target, out = make(), write_target(), tmp_path / "draft.gguf"
     save_draft(draft, tmp_path / "mine")
-    arguments = [str(tmp_path / "mine"), str(target), str(tmp_path / "draft.gguf")]
-    assert main([*arguments, "--type", "f32"]) == 0
-    assert capsys.readouterr().out.strip() == arguments[2] and same(read_gguf(arguments[2]), draft)
-    assert main([arguments[0], str(tmp_path / "none"), arguments[2]]) == 2
-    assert capsys.readouterr().err.startswith("error: target = ")
+    words = ["convert", tmp_path / "mine", out, "--to", "gguf", "--target", target, "--type", "f32"]
+    code, printed, _ = run(*words)
+    assert code == 0 and "(native) ->" in printed and same(read_gguf(out), draft)
+    assert run("convert", out, tmp_path / "back", "--to", "native")[0] == 0
+    assert same_files(tmp_path / "mine", tmp_path / "back")
+    code, _, complaint = run(*words)
+    assert code == 2 and "exists already" in complaint
+    for changed, field in (
+        ([*words[:2], tmp_path / "folder", *words[3:]], "out"),
+        ([*words[:2], tmp_path / "b.gguf", "--to", "native"], "out"),
+        ([*words[:2], tmp_path / "b.gguf", "--to", "gguf"], "target"),
+        ([*words[:2], tmp_path / "b.gguf", "--to", "gguf", "--target", tmp_path / "none"], "target"),
+        ([*words[:2], tmp_path / "b", "--to", "native", "--type", "f32"], "type"),
+    ):
+        code, _, complaint = run(*changed)
+        assert code == 2 and complaint.startswith(f"error: {field} = "), complaint
+    assert sorted(os.listdir(tmp_path)) == ["back", "draft.gguf", "mine", "target.gguf"]

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from dspark.checkpoints.convert import convert, detect, read_checkpoint
+from dspark.checkpoints.convert import convert
 from dspark.checkpoints.native import load_draft, save_draft
+from dspark.checkpoints.read import detect, read_checkpoint
 from dspark.checkpoints.specforge import specforge_to_json
 from dspark.errors import DsparkError
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from dspark.checkpoints.convert import convert, import_draft, read_checkpoint
+from dspark.checkpoints.convert import convert
 from dspark.checkpoints.native import save_draft
+from dspark.checkpoints.read import import_draft, read_checkpoint
 from dspark.checkpoints.speculators import speculators_fields, speculators_to_json
 from dspark.errors import DsparkError
 

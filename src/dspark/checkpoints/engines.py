@@ -6,8 +6,27 @@ reduced vocabulary, rank 0 refused, the native form always anchor-first, the con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dspark.drafts.config import DraftConfig
+from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.errors import DsparkError
+
+
+def check_eagle3(config: Eagle3Config, form: str, forms: Sequence[str], notes: list[str]) -> None:
+    """Raise DsparkError for a goal that has no EAGLE-3 drafts, or an engine that cannot load this one."""
+    if form not in forms:
+        raise DsparkError("to", form, f"has no EAGLE-3 drafts here; must be one of {', '.join(forms)}")
+    if form == "native" or config.attention == "gqa":
+        return
+    if config.q_lora_rank is None:
+        raise DsparkError("q_lora_rank", None, "vLLM and SGLang need one for MLA: queries of low rank")
+    first = config.target_layer_ids[0]
+    if form == "sglang" and first != 1:
+        notes.append(
+            f"SGLang's DeepSeek targets take layer ids that do not begin with 1 (yours: {first}) for the layers that "
+            "READ the states: on such a target add 1 to each in eagle_config"
+        )
 
 
 def check_vllm(config: DraftConfig, notes: list[str]) -> None:

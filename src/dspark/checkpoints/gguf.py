@@ -1,19 +1,16 @@
 """A draft as one GGUF file for llama.cpp (architecture `dflash`, b11434 and later), and back.
 
-    python -m dspark.checkpoints.gguf runs/mine/best TARGET.gguf draft.gguf --type f16
-
-TARGET.gguf is the file that llama.cpp serves: the draft's file repeats its tokenizer. Layer ids are ours + 1 there (a
+The draft's file repeats the tokenizer of the target's, the one that llama.cpp serves. Layer ids are ours + 1 there (a
 tap is a layer's input), d2t holds absolute ids, embedding and whole head come from the target at load. `dspark.config`
-repeats our config.json, for `read_gguf`; llama.cpp does not look at it. What it cannot express is refused by name.
+repeats our config.json, for reading the file back; llama.cpp does not look at it. What it cannot express is refused by
+name.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.checkpoints.builtin import load_named_draft
 from dspark.checkpoints.native import LM_HEAD, config_from_json, config_to_json
 from dspark.checkpoints.zlab import check_whole
 from dspark.drafts.config import DraftConfig
@@ -65,18 +61,21 @@ _WHOLE = {
 }
 
 
-def export_gguf(draft: DSparkDraft, path: str | Path, target: str | Path, kind: Kind = "f16") -> None:
+def export_gguf(
+    draft: DSparkDraft, path: str | Path, target: str | Path, kind: Kind = "f16", lm_head: bool = True
+) -> None:
     """Write the draft to the file `path`, whole or not at all; an older file there is replaced.
 
-    target: the GGUF file of its target, for the tokenizer. A draft with a reduced vocabulary brings its rows of the
-    head: its own, those of the target it is bound to, or, unbound, those in the target's file.
+    target: the GGUF file of its target, for the tokenizer. lm_head: whether the draft came with its rows of the head,
+    for the way back. One with a reduced vocabulary brings them in any case: its own, those of the target it is bound
+    to, or, unbound, those in the target's file.
     Raises DsparkError for what llama.cpp cannot express, another target's file, a non-finite tensor (also by rounding
     to f16), a draft packed for decoding, or files that cannot be read or written; then nothing is written.
     """
     path, target = Path(path), Path(target)
     if kind not in get_args(Kind):
         raise DsparkError("kind", kind, f"must be one of {', '.join(get_args(Kind))}")
-    values = metadata(draft.config)
+    values = metadata(draft.config, lm_head)
     reader = _open("target", target)
     _check_target(reader, draft.config, target)
     if path.is_dir() or (path.exists() and path.samefile(target)):
@@ -113,48 +112,47 @@ def _write(path: Path, fill: Callable[[Any], None]) -> None:
         staging.unlink(missing_ok=True)
 
 
-def read_gguf(path: str | Path) -> DSparkDraft:
-    """The draft in a file of `export_gguf`, unbound, in float32; its rows of the head are its own.
-
-    Equal to what was written where its type holds the weights: always f32, f16 when they fit, never q8_0.
-    Raises DsparkError for another program's file, or one that does not fit its own metadata.
-    """
-    path = Path(path)
+def gguf_header(path: Path) -> tuple[DraftConfig, dict[str, tuple[int, ...]], bool]:
+    """A file of `export_gguf` without its data: config, shapes by our names, and whether the draft came with its rows
+    of the head. Raises DsparkError for another program's file, or one that does not fit its own metadata."""
     reader = _open("draft", path)
-    config = _read_config(reader, path)
-    draft = DSparkDraft(config)
-    tensors = {one.name: _values(one) for one in reader.tensors}
-    wanted = _expected(draft)
-    shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+    config, lm_head = _read_config(reader, path)
+    wanted = _names(config)
+    shapes = {one.name: tuple(int(size) for size in reversed(one.shape)) for one in reader.tensors}
     if shapes != {name: shape for name, (_, shape) in wanted.items()}:
         raise DsparkError("draft", str(path), "its tensors are not those of its config; export the draft again")
+    return config, {wanted[name][0]: shape for name, shape in shapes.items()}, lm_head
+
+
+def gguf_tensors(path: Path, config: DraftConfig) -> dict[str, Tensor]:
+    """The tensors of such a file by our names, floats in float32, d2t as offsets.
+
+    Equal to what was written where its type holds the weights: always f32, f16 when they fit, never q8_0.
+    """
+    names = {name: ours for name, (ours, _) in _names(config).items()}
+    tensors = {names[one.name]: _values(one) for one in _open("draft", path).tensors}
     if config.reduced:
-        ids = tensors.pop(IDS)
-        if bool((ids[1:] <= ids[:-1]).any()):
-            raise DsparkError(IDS, ids[:8].tolist(), "must be ascending distinct ids; export the draft again")
-        draft.set_vocabulary(ids.tolist())
-        draft.own_head_rows = tensors.pop(HEAD)
-    draft.load_state_dict({wanted[name][0]: one for name, one in tensors.items()}, strict=False)  # but d2t and t2d
-    return draft
+        tensors[IDS] = tensors[IDS] - torch.arange(config.draft_vocab_size)
+    return tensors
 
 
-def _read_config(reader: Any, path: Path) -> DraftConfig:
-    """The config that a file states, with which llama.cpp's own keys must agree."""
+def _read_config(reader: Any, path: Path) -> tuple[DraftConfig, bool]:
+    """The config that a file states, with which llama.cpp's own keys must agree, and its lm_head_in_file."""
     found = {key: field.contents() for key, field in reader.fields.items()}
     if CONFIG_KEY not in found:
         raise DsparkError(CONFIG_KEY, None, f"is not in {path}: only files that dspark wrote can be read back")
     try:
-        config, _ = config_from_json(dict(json.loads(found[CONFIG_KEY])))
+        config, lm_head = config_from_json(dict(json.loads(found[CONFIG_KEY])))
     except (TypeError, ValueError) as error:
         raise DsparkError(CONFIG_KEY, str(path), f"is no JSON object ({error}); export the draft again") from None
     for key, value in metadata(config).items():
         wanted = float(np.float32(value)) if isinstance(value, float) else value  # as it is stored
         if key != CONFIG_KEY and found.get(key) != wanted:
             raise DsparkError(key, found.get(key), f"must be {wanted!r} as {CONFIG_KEY} says; export the draft again")
-    return config
+    return config, lm_head
 
 
-def metadata(config: DraftConfig) -> dict[str, Any]:
+def metadata(config: DraftConfig, lm_head: bool = True) -> dict[str, Any]:
     """The file's keys but for the tokenizer's. Raises DsparkError naming the field that llama.cpp cannot express."""
     _check_expressible(config)
     rope = config.rope_parameters
@@ -183,7 +181,7 @@ def metadata(config: DraftConfig) -> dict[str, Any]:
     if "sliding_attention" in config.layer_types:
         values["attention.sliding_window"] = config.sliding_window
         values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
-    document = json.dumps(config_to_json(config, config.reduced))
+    document = json.dumps(config_to_json(config, lm_head and config.reduced))
     theirs = {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}
     return {**theirs, MASK_KEY: config.mask_token_id, CONFIG_KEY: document}
 
@@ -303,11 +301,11 @@ def _name(ours: str) -> str:
     return f"{_WHOLE[stem]}.{kind}"
 
 
-def _expected(draft: DSparkDraft) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _names(config: DraftConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor of the file: its name -> our name, its shape."""
-    config = draft.config
-    state = {name: tuple(one.shape) for name, one in draft.state_dict().items() if name not in ("d2t", "t2d")}
-    found = {_name(name): (name, shape) for name, shape in state.items()}
+    with torch.device("meta"):
+        state = DSparkDraft(config).state_dict()
+    found = {_name(name): (name, tuple(one.shape)) for name, one in state.items() if name not in ("d2t", "t2d")}
     if config.reduced:
         found[HEAD] = (LM_HEAD, (config.draft_vocab_size, config.hidden_size))
         found[IDS] = (IDS, (config.draft_vocab_size,))
@@ -361,26 +359,3 @@ def _values(tensor: Any) -> Tensor:
     if tensor.tensor_type == gguf.GGMLQuantizationType.I64:
         return torch.from_numpy(np.array(tensor.data))
     return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("draft", help="a DSpark or DFlash draft's folder, or `embedded`")
-    parser.add_argument("target", help="the GGUF file of its target that llama.cpp serves")
-    parser.add_argument("file", help="the GGUF file to write")
-    parser.add_argument("--type", default="f16", choices=get_args(Kind), help="of the matrices [f16]")
-    args = parser.parse_args(argv)
-    try:
-        draft = load_named_draft(args.draft)
-        if not isinstance(draft, DSparkDraft):
-            raise DsparkError("draft", args.draft, "is an EAGLE-3 baseline; only DSpark and DFlash drafts are written")
-        export_gguf(draft, args.file, args.target, args.type)
-    except DsparkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(args.file)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

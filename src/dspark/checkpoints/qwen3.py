@@ -22,6 +22,7 @@ OWN = (
     "prompt_recipe",
     "sliding_window",
     "sliding_window_non_causal",
+    "aux_hidden_stream",
 )
 BACKBONE = (
     "hidden_size",
@@ -48,7 +49,6 @@ INERT = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_mode": (None, "gqa"),
     "attention_sink_bias": (None, False),
-    "aux_hidden_stream": (None,),
     "causal": (None, False),
     "is_causal": (None, False),
     "quantization_config": (None,),
@@ -135,28 +135,32 @@ def assemble(
     ours = own_object(values)
     top = {name: values[name] for name in OWN if name in values and name != "sliding_window"}
     found = {**top, **{name: ours[name] for name in OWN if name in ours}, **fields}
+    state(found, stated, DraftConfig.model_fields)
+    if "sliding_attention" not in (found.get("layer_types") or ()):  # then these have no effect
+        found.setdefault("sliding_window", None)
+        found.setdefault("sliding_window_non_causal", False)
+    complete(found, notes)
+    return DraftConfig(**found)
+
+
+def state(found: dict[str, Any], stated: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Add what the user states. Raises DsparkError for what is no field, or what the checkpoint contradicts."""
     for name, value in stated.items():
-        if name not in DraftConfig.model_fields:
+        if name not in known:
             raise DsparkError(name, value, "is not a field of a draft, so it cannot be stated")
         held = list(found[name]) if isinstance(found.get(name), tuple) else found.get(name)
         if name in found and held != value:
             raise DsparkError(name, value, f"contradicts the checkpoint, which says {held!r}; leave it out")
         found[name] = value
+
+
+def complete(found: dict[str, Any], notes: list[str]) -> None:
+    """Lists as tuples, and the chat template, a record only, as not known. Raises DsparkError without hidden_act."""
     for name in _TUPLES:
         if isinstance(found.get(name), list):
             found[name] = tuple(found[name])
-    _inert_defaults(found, notes)
-    for name in ("hidden_act",):  # has a default in Python; in a file nothing is left out
-        if name not in found:
-            raise DsparkError(name, None, f"is missing from config.json: state it, {name}=silu for Qwen3")
-    return DraftConfig(**found)
-
-
-def _inert_defaults(found: dict[str, Any], notes: list[str]) -> None:
-    """What has no effect, or is only a record, need not be stated."""
-    if "sliding_attention" not in (found.get("layer_types") or ()):
-        found.setdefault("sliding_window", None)
-        found.setdefault("sliding_window_non_causal", False)
+    if "hidden_act" not in found:  # has a default in Python; in a file nothing is left out
+        raise DsparkError("hidden_act", None, "is missing from config.json: state it, hidden_act=silu for Qwen3")
     if "prompt_recipe" not in found:
         found["prompt_recipe"] = {"template_sha256": None, "thinking": None}
         notes.append("the file does not say which chat template it was trained with")
