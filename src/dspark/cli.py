@@ -23,8 +23,9 @@ from dspark.bench.metrics import Answer, summarise
 from dspark.bench.overlap import rows_overlap, unseen_rows
 from dspark.bench.report_commands import gate_command, report_command
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
-from dspark.checkpoints.convert_command import convert_command
-from dspark.checkpoints.native import read_config
+from dspark.checkpoints.convert_command import convert_command, statements
+from dspark.checkpoints.hub import draft_source
+from dspark.checkpoints.read import GGUF_SUFFIX, inspected
 from dspark.cli_output import (
     StreamPrinter,
     acceptance_table,
@@ -332,14 +333,19 @@ def replay_command(
         console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, soft_wrap=True)
 
 
-@app.command("inspect", epilog=example("dspark inspect kimi-k3"))
+@app.command("inspect", epilog=example("dspark inspect kimi-k3", "dspark inspect runs/mine/best"))
 def inspect_command(
-    draft: Annotated[str, typer.Argument(help="Recipe name or path, draft folder, or `embedded`.")],
+    draft: Annotated[str, typer.Argument(help="Recipe name or path, draft of any form, or `embedded`.")],
+    state: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that the file lacks; repeatable.")] = None,
 ) -> None:
-    """Parameters of a draft, by part, and what it expects of its target. Nothing is loaded or allocated."""
-    folder = draft_folder(draft)
-    is_folder = folder.is_dir() and (folder / "config.json").is_file()
-    config = read_config(folder)[0] if is_folder else load_recipe(draft, []).draft_config()
+    """Parameters of a draft, by part, and what it expects of its target, from its headers alone.
+
+    Of a draft that is there, names and shapes of all tensors are compared with what its config gives.
+    """
+    source = draft_source(draft)
+    is_draft = source.is_dir() or source.suffix == GGUF_SUFFIX
+    header, missing = inspected(source, **statements(state)) if is_draft else (None, [])
+    config = load_recipe(draft, []).draft_config() if header is None else header.config
     counts = parameter_counts(config)
     table = Table("part", "parameters", title=f"{draft}: a draft for {config.target_name}")
     for part, count in counts.items():
@@ -353,6 +359,10 @@ def inspect_command(
         f"{config.gamma} predictions {kind}, taps {list(config.target_layer_ids)}, "
         f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}"
     )
+    if header is not None:
+        console.print(f"{header.form} form; its {len(header.shapes)} tensors have the names and shapes of its config")
+        for note in [*header.notes, *(f"not in the file: {name}" for name in missing)]:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("doctor", epilog=example("dspark doctor"))
@@ -397,7 +407,13 @@ app.command("report", epilog=example("dspark report runs/bench", "dspark report 
     report_command
 )
 app.command("gate", epilog=example("dspark gate runs/bench --min-acceptance 2.2 --min-speedup 1.1"))(gate_command)
-app.command("convert", epilog=example("dspark convert embedded --to speculators runs/for-vllm"))(convert_command)
+app.command(
+    "convert",
+    epilog=example(
+        "dspark convert embedded --to speculators runs/for-vllm",
+        "dspark convert embedded --to gguf draft.gguf --type f16",
+    ),
+)(convert_command)
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 
 

@@ -7,7 +7,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -86,6 +85,7 @@ def write_target(tmp_path) -> Callable[..., Path]:
     """A file with a tokenizer of 30 tokens and, where asked, a head."""
 
     def write(head: dict[str, np.ndarray] | None = None, tokens: int = 30, **numbers: int) -> Path:
+        gguf = pytest.importorskip("gguf", reason="the package gguf (extra demo) is not installed")
         path = tmp_path / "target.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         for key, value in {"embedding_length": 16, "block_count": 4, **numbers}.items():

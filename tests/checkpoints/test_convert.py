@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tests.checkpoints.conftest import FIRST, FULL, PLAIN, WHOLE, same_files
+from tests.drafts.conftest import MLA
+from tests.drafts.test_eagle3 import eagle3_draft
 from typer.testing import CliRunner
 
 from dspark.checkpoints import convert as conversion
+from dspark.checkpoints import hub
 from dspark.checkpoints import read as reading
 from dspark.checkpoints.builtin import draft_folder
 from dspark.checkpoints.convert import convert
@@ -35,6 +40,13 @@ def test_there_and_back_keeps_files_and_a_head_left_out(tmp_path) -> None:
     assert same_files(source, tmp_path / "back")
     for name in ("README.md", "training.json", "training_prompts.txt"):
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_the_shipped_draft_through_a_gguf_file_is_the_same_draft(tmp_path) -> None:
+    """Its head's rows go in, from the target's own file, whose tokenizer the draft's file needs, and come out again."""
+    convert("embedded", "gguf", tmp_path / "draft.gguf", kind="f32")
+    convert(tmp_path / "draft.gguf", "native", tmp_path / "back")
+    assert same_files(draft_folder("embedded"), tmp_path / "back")
 
 
 def test_head_rows_need_a_target(make_draft, tmp_path) -> None:
@@ -253,11 +265,23 @@ def test_forms_that_are_not_read_are_named() -> None:
             detect(values)
 
 
-@pytest.mark.parametrize("form", ["native", "speculators", "specforge", "z-lab"])
+def test_unknown_keys_are_noted_and_those_that_make_another_model_refused(make_draft, tmp_path) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "blocksize": 9}))
+    assert any("blocksize = 9" in note for note in convert(tmp_path / "draft", "native", tmp_path / "out").notes)
+    path.write_text(json.dumps({**values, "quantization_config": {"bits": 4}}))
+    with pytest.raises(DsparkError, match=r"quantization_config.*another model"):
+        convert(tmp_path / "draft", "native", tmp_path / "other")
+
+
+@pytest.mark.parametrize("form", ["native", "speculators", "specforge", "z-lab", "k3_dspark", "eagle3"])
 def test_any_value_in_any_key_is_read_or_refused_in_one_line(make_draft, tmp_path, form) -> None:
-    changes = {**WHOLE, **PLAIN} if form == "z-lab" else {**WHOLE, **FIRST}
-    save_draft(make_draft(**changes), tmp_path / "draft")
-    convert(tmp_path / "draft", form, tmp_path / "there")
+    latent = {**WHOLE, **FIRST, **MLA, "q_lora_rank": 8}
+    changes = {"z-lab": {**WHOLE, **PLAIN}, "k3_dspark": latent}.get(form, {**WHOLE, **FIRST})
+    save_draft(eagle3_draft() if form == "eagle3" else make_draft(**changes), tmp_path / "draft")
+    convert(tmp_path / "draft", "native" if form == "eagle3" else form, tmp_path / "there")
     path = tmp_path / "there" / "config.json"
     whole = json.loads(path.read_text())
     inner = [key for key, value in whole.items() if isinstance(value, dict)]
@@ -278,6 +302,49 @@ def test_an_existing_folder_is_not_touched(make_draft, tmp_path) -> None:
         convert(tmp_path / "draft", "native", tmp_path / "draft")
     with pytest.raises(DsparkError, match="must be one of"):
         convert(tmp_path / "draft", "ggml", tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["native", "gguf"])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_nothing_is_left_of_a_conversion_that_was_stopped(
+    make_draft, write_target, tmp_path, monkeypatch, form, stop
+) -> None:
+    """In the middle of writing, by Ctrl-C or SIGTERM (which the command line makes the same) or a full disk."""
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    target = str(write_target()) if form == "gguf" else None
+
+    def stopped(_descriptor: int) -> None:
+        assert len(os.listdir(tmp_path)) == (3 if form == "gguf" else 2), "the staging name is there"
+        raise stop
+
+    monkeypatch.setattr(os, "fsync", stopped)
+    with pytest.raises((stop, DsparkError)):
+        convert(tmp_path / "draft", form, tmp_path / ("out.gguf" if form == "gguf" else "out"), target)
+    assert set(os.listdir(tmp_path)) == {"draft", "target.gguf"} - (set() if target else {"target.gguf"})
+
+
+def test_a_hub_name_without_a_network_is_one_line(tmp_path, run, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for words in (["convert", "some/draft", "out", "--to", "native"], ["inspect", "some/draft"]):
+        code, _, complaint = run(*words)
+        assert code == 2 and complaint.count("\n") == 1 and "some/draft" in complaint and "hub" in complaint
+    assert not os.listdir(tmp_path)
+
+
+def test_a_hub_name_is_fetched_without_pickles(make_draft, tmp_path, monkeypatch) -> None:
+    """The one call that needs a network is replaced; what it is asked for, and what becomes of it, is not."""
+    save_draft(make_draft(**WHOLE), tmp_path / "cache")
+    asked = {}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    convert("some/draft", "native", tmp_path / "out")
+    assert same_files(tmp_path / "cache", tmp_path / "out")
+    assert asked["name"] == "some/draft" and not any(fnmatch("pytorch_model.bin", p) for p in asked["patterns"])
 
 
 def test_the_command(make_draft, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,32 @@ def test_every_form_to_every_form(sources: dict[str, Path], write_target: Callab
     for name, cells in found.items():
         print(f"{name:32}{' '.join(f'{cell[:14]:14}' for cell in cells)}")
     assert {name: " ".join(cells) for name, cells in found.items()} == MATRIX
+
+
+# Layout -> form: block_size and layer ids as written, of 7 predictions and our taps [0, 2]
+WRITTEN = {
+    "anchor-first": {
+        "native": (7, [0, 2]), "speculators": (7, [1, 3]), "specforge": (7, [0, 2]), "gguf": (7, [1, 3]),
+    },
+    "bonus-anchor": {"native": (8, [0, 2]), "speculators": (8, [1, 3]), "gguf": (8, [1, 3])},
+    "DFlash": {"z-lab": (8, [0, 2]), "transformers": (8, [0, 2]), "speculators": (8, [1, 3])},
+    "MLA": {"native": (7, [0, 2]), "k3_dspark": (7, [0, 2])},
+}  # fmt: skip
+SHOWN = {
+    "anchor-first": "whole, anchor-first", "bonus-anchor": "whole, bonus-anchor", "DFlash": "DFlash", "MLA": "MLA",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "form"), [(layout, form) for layout, forms in WRITTEN.items() for form in forms])
+def test_counts_and_layer_ids_as_every_form_writes_them(make_draft, write_target, tmp_path, layout, form) -> None:
+    save_draft(make_draft(**DRAFTS[SHOWN[layout]]), tmp_path / "0")
+    out = place(tmp_path / "0", form)
+    assert attempt(tmp_path / "0", form, out, write_target()) is None
+    if form == "gguf":
+        fields = pytest.importorskip("gguf").GGUFReader(out).fields
+        written = fields["dflash.block_size"].contents(), fields["dflash.target_layers"].contents()
+    else:
+        values = json.loads((out / "config.json").read_text())
+        values |= values.get("dflash_config", {})
+        written = values["block_size"], values.get("aux_hidden_state_layer_ids", values.get("target_layer_ids"))
+    assert written == WRITTEN[layout][form]

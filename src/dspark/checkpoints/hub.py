@@ -21,7 +21,7 @@ def draft_source(name: str) -> Path:
     Raises DsparkError when there is neither a path nor, on the hub or in its cache, such a repository.
     """
     path = draft_folder(name)
-    if path.exists() or path.is_absolute() or not _NAME.fullmatch(name):
+    if path.exists() or path.suffix in (".yaml", ".yml", ".gguf") or not _NAME.fullmatch(name):
         return path
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))

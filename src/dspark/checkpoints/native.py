@@ -210,11 +210,19 @@ def read_config(folder: str | Path) -> tuple[Config, bool]:
 
     Raises DsparkError.
     """
-    path = _existing(Path(folder)) / CONFIG_FILE
+    values = config_values(Path(folder))
+    if values.get("architectures") in [[name] for name in EAGLE3.values()]:
+        return eagle3_from_json(values), True
+    return config_from_json(values)
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """The object in the config.json of a draft folder. Raises DsparkError when there is none that can be read."""
+    path = _existing(folder) / CONFIG_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        inside = [one for name in ("best", "last") if (one := Path(folder) / name).is_dir()]  # a run of `train`
+        inside = [one for name in ("best", "last") if (one := folder / name).is_dir()]  # a run of `train`
         remedy = f"give a draft in it, {inside[0]}" if inside else "give the folder of a draft checkpoint"
         raise DsparkError("draft", str(folder), f"holds no {CONFIG_FILE}; {remedy}") from None
     except (OSError, ValueError) as error:
@@ -223,9 +231,7 @@ def read_config(folder: str | Path) -> tuple[Config, bool]:
         ) from None
     if not isinstance(values, dict):
         raise DsparkError(CONFIG_FILE, str(path), "must hold one JSON object")
-    if values.get("architectures") in [[name] for name in EAGLE3.values()]:
-        return eagle3_from_json(values), True
-    return config_from_json(values)
+    return values
 
 
 def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Draft:

@@ -6,7 +6,6 @@ Everything is checked: names, shapes, types and values of all tensors, and the v
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from dspark.checkpoints.k3 import RENAMED as K3_RENAMED
 from dspark.checkpoints.k3 import k3_fields, without_tap_count
 from dspark.checkpoints.native import (
     ARCHITECTURE,
-    CONFIG_FILE,
     LATENT_ARCHITECTURE,
     LM_HEAD,
     WEIGHTS_FILE,
@@ -31,6 +29,7 @@ from dspark.checkpoints.native import (
     check_values,
     check_vocabulary,
     config_from_json,
+    config_values,
 )
 from dspark.checkpoints.qwen3 import assemble, backbone_fields, own_object, state, unknown_keys
 from dspark.checkpoints.specforge import is_specforge, specforge_fields
@@ -45,6 +44,13 @@ from dspark.targets.embedded import EMBEDDED, ensure_embedded
 
 GGUF_SUFFIX = ".gguf"
 _EMBEDDING = "embed_tokens.weight"
+# What `inspected` puts in the place of a record that is missing
+_RECORDS: dict[str, Any] = {
+    "target_name": "unknown",
+    "num_target_layers": 10**6,
+    "training_length": 1,
+    "training_steps": 1,
+}
 Reader = Callable[[Mapping[str, Any], list[str]], dict[str, Any]]
 
 
@@ -87,7 +93,7 @@ def read_header(source: Path, target: str | None = None, **stated: Any) -> Heade
         config, shapes, lm_head = gguf_header(source)
         state(config.model_dump(), stated, DraftConfig.model_fields)
         return Header(source, "gguf", config, shapes, lm_head, [])
-    values, notes = _config_values(source), list[str]()
+    values, notes = config_values(source), list[str]()
     form = detect(values)
     if form == "eagle3":
         facts = {} if target is None else _target_facts(target, values)
@@ -99,6 +105,18 @@ def read_header(source: Path, target: str | None = None, **stated: Any) -> Heade
     facts = {} if target is None else {n: v for n, v in _target_facts(target, fields).items() if n not in known}
     config = assemble(fields, values, {**facts, **stated}, notes)
     return _located(source, form, config, (own_object(values) or values).get("lm_head_in_file"), notes)
+
+
+def inspected(source: Path, **stated: Any) -> tuple[Header, list[str]]:
+    """`read_header`, and the records that the file lacks: those without which a draft still has its size and taps."""
+    missing: list[str] = []
+    while True:
+        try:
+            return read_header(source, **{name: _RECORDS[name] for name in missing}, **stated), missing
+        except DsparkError as error:
+            if error.field not in _RECORDS or error.value is not None or error.field in missing:
+                raise
+            missing.append(error.field)
 
 
 def read_checkpoint(source: Path, target: str | None = None, **stated: Any) -> Checkpoint:
@@ -171,6 +189,7 @@ def native_fields(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]
     Markov head; DeepSpec's rank 0 files are plain DFlash, whose layout has to be stated.
     """
     if "lm_head_in_file" in values:
+        unknown_keys(values, {*DraftConfig.model_fields, "lm_head_in_file"}, "", notes)
         return config_from_json(values)[0].model_dump()
     fields = {name: values[name] for name in DraftConfig.model_fields if values.get(name) is not None}
     fields |= backbone_fields(values)
@@ -192,18 +211,6 @@ READERS: dict[str, Reader] = {
     "z-lab": zlab_fields,
     "k3_dspark": k3_fields,
 }
-
-
-def _config_values(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        line = " ".join(str(error).split())
-        raise DsparkError("draft", str(folder), f"has no {CONFIG_FILE} that can be read ({line})") from None
-    if not isinstance(values, dict):
-        raise DsparkError(CONFIG_FILE, str(path), "must hold one JSON object")
-    return values
 
 
 def _located(source: Path, form: str, config: Config, lm_head: Any, notes: list[str]) -> Header:
@@ -255,7 +262,7 @@ def _marked(d2t: Tensor, vocabulary: int) -> Tensor:
 
 def _target_facts(target: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Name and depth of a target by its config.json; its width and vocabulary must be the draft's."""
-    values = _config_values(ensure_embedded() if target == EMBEDDED else Path(target))
+    values = config_values(ensure_embedded() if target == EMBEDDED else Path(target))
     text = values.get("text_config", values)
     for name in ("hidden_size", "vocab_size"):
         if text.get(name) != fields.get(name):
