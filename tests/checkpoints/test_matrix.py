@@ -28,6 +28,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "reduced, anchor-first": {**REDUCED, **FIRST},
     "reduced, bonus-anchor, sliding": {},
     "sliding, non-causal": {**FIRST, "draft_vocab_size": 30, "sliding_window": 8, "sliding_window_non_causal": True},
+    "sliding, causal": {**FIRST, "draft_vocab_size": 30, "sliding_window": 8},
     "gated": {**WHOLE, **FIRST, "markov_head_type": "gated"},
     "rnn": {**WHOLE, **FIRST, "markov_head_type": "rnn", "confidence_head_with_markov": False},
     "no confidence": {**WHOLE, **FIRST, "enable_confidence_head": False},
@@ -48,6 +49,7 @@ MATRIX = {
     "sliding_window_non_causal",
     "sliding, non-causal": "= sliding_window_non_causal sliding_window_non_causal sliding_window_non_causal attention "
     "layer_types markov_rank markov_rank =",
+    "sliding, causal": "= = = = attention layer_types markov_rank markov_rank sliding_window_non_causal",
     "gated": "= markov_head_type = markov_head_type attention = markov_rank markov_rank markov_head_type",
     "rnn": "= markov_head_type = markov_head_type attention = markov_rank markov_rank markov_head_type",
     "no confidence": "= = = = attention = markov_rank markov_rank =",

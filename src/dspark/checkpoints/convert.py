@@ -143,7 +143,6 @@ def _write_gguf(read: Checkpoint, out: Path, target: str | None, kind: Kind) -> 
     draft = draft_of(read)
     if not isinstance(draft, DSparkDraft):
         raise DsparkError("to", "gguf", "is for DSpark and DFlash drafts; llama.cpp's EAGLE-3 files are not written")
-    check_grouped(draft.config, "gguf")
     if target is None and draft.config.target_name == EMBEDDED:
         target = str(find_gguf())
     if target is None:

@@ -206,6 +206,7 @@ def copy_field(reader: Any, writer: Any, key: str) -> None:
 
 def _check_expressible(config: DraftConfig) -> None:
     for field, value, wanted in (
+        ("attention", config.attention, "gqa"),
         ("markov_head_type", config.markov_head_type, "vanilla"),
         ("attention_bias", config.attention_bias, False),
         ("hidden_act", config.hidden_act, "silu"),

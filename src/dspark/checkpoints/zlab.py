@@ -217,6 +217,8 @@ def zlab_fields(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 def _check_dflash(config: DraftConfig) -> None:
     """Raises DsparkError for a draft that is not plain DFlash over the whole vocabulary."""
+    if config.attention == "mla":
+        raise DsparkError("attention", "mla", "must be gqa: DFlash has no latent attention")
     if config.markov_rank:
         raise DsparkError("markov_rank", config.markov_rank, "must be 0: DFlash has no Markov head")
     if config.enable_confidence_head:
