@@ -40,10 +40,13 @@ def public(folder: Path, kind: str = "gqa", spelling: str = "midlayer.", **chang
     return draft
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mla-low-rank"])
+@pytest.mark.parametrize(
+    ("kind", "other"), [("gqa", "Eagle3LlamaForCausalLM"), ("mla-low-rank", "Eagle3DeepseekV3ForCausalLM")]
+)
 @pytest.mark.parametrize("spelling", ["midlayer.", "layers.0.", "model.layers.0."])
-def test_names_of_others_become_ours(tmp_path, kind, spelling) -> None:
-    draft = public(tmp_path / "draft", kind, spelling)
+def test_names_of_others_become_ours(tmp_path, kind, other, spelling) -> None:
+    changes = {} if spelling == "midlayer." else {"architectures": [other]}
+    draft = public(tmp_path / "draft", kind, spelling, **changes)
     read = convert(tmp_path / "draft", "native", tmp_path / "out", **STATED)
     loaded = load_draft(tmp_path / "out")
     assert loaded.config.target_layer_ids == DEFAULT and weights_sha256(loaded) == weights_sha256(draft)
@@ -51,6 +54,12 @@ def test_names_of_others_become_ours(tmp_path, kind, spelling) -> None:
     for engine in ("vllm", "sglang"):
         convert(tmp_path / "draft", engine, tmp_path / engine, **STATED)
         assert (tmp_path / engine / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+
+
+def test_unknown_keys_are_named(tmp_path) -> None:
+    public(tmp_path / "draft", fancy=3)
+    notes = read_checkpoint(tmp_path / "draft", **STATED).notes
+    assert [note for note in notes if "left out, not known" in note] == ["left out, not known here: fancy = 3"]
 
 
 def test_a_target_supplies_name_and_depth(tmp_path) -> None:

@@ -20,7 +20,8 @@ from dspark.decoding.drafting import Proposal
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import NoProposer, Proposer, make_proposer
 from dspark.decoding.request import Request, Result, SamplingSettings
-from dspark.drafts.dspark import DraftContext, DSparkDraft
+from dspark.drafts.context import DraftContext
+from dspark.drafts.dspark import DSparkDraft
 from dspark.errors import DsparkError
 from dspark.kernels import library
 from dspark.targets.transformers import TransformersTarget

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark.checkpoints.eagle3 import ARCHITECTURES, AUX, FIXED, eagle3_from_json
-from dspark.checkpoints.qwen3 import complete, state
+from dspark.checkpoints.qwen3 import complete, state, unknown_keys
 from dspark.checkpoints.rope import rope_parameters
 from dspark.drafts.eagle3_config import KINDS, Eagle3Config
 from dspark.errors import DsparkError
 
 OWN = ("target_layer_ids", "num_target_layers", "target_name", "training_steps", "training_length", "prompt_recipe")
+# Names of the same two models that vLLM accepts, by kind of attention
+PUBLIC = {name: kind for kind, name in ARCHITECTURES.items()} | {
+    "Eagle3LlamaForCausalLM": "gqa",
+    "Eagle3DeepseekV3ForCausalLM": "mla",
+}
 _SHAPE = (
     "hidden_size",
     "intermediate_size",
@@ -26,6 +31,7 @@ _SHAPE = (
     "num_attention_heads",
     "vocab_size",
 )
+_ALSO = {"draft_vocab_size", "eagle_config", "num_aux_hidden_states", "num_key_value_heads", "head_dim", AUX}
 # With any other value they make another model of the same tensors
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: (None, value) for name, value in FIXED.items()},
@@ -46,16 +52,17 @@ def read_eagle3(
 
     Raises DsparkError naming a missing or wrong key, one that makes another model, or what contradicts the file.
     """
-    if set(OWN) <= values.keys():
+    if set(OWN) <= values.keys() and values["architectures"][0] in ARCHITECTURES.values():
         config = eagle3_from_json(values)
         state(config.model_dump(), stated, Eagle3Config.model_fields)
         return config
-    kind = next(kind for kind, name in ARCHITECTURES.items() if values.get("architectures") == [name])
+    kind = PUBLIC[values["architectures"][0]]
     inner = values.get("eagle_config") or {}
     if not isinstance(inner, Mapping):
         raise DsparkError("eagle_config", inner, "must be an object")
     _check_neutral(values, inner)
     names = (*_SHAPE, *KINDS[kind], *(["q_lora_rank"] if kind == "mla" else []))
+    unknown_keys(values, {*names, *OWN, *_NEUTRAL, *_ALSO}, "", notes)
     found = {name: values[name] for name in (*names, *OWN) if values.get(name) is not None}
     found |= {"attention": kind, "draft_vocab_size": values.get("draft_vocab_size") or values.get("vocab_size")}
     found["rope_parameters"] = _rope(values, notes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
+from dspark.checkpoints.eagle3_public import PUBLIC as EAGLE3
 from dspark.checkpoints.eagle3_public import eagle3_name, read_eagle3
 from dspark.checkpoints.gguf import gguf_header, gguf_tensors
 from dspark.checkpoints.k3 import MODEL_TYPE as K3_TYPE
@@ -167,7 +167,7 @@ def detect(values: Mapping[str, Any]) -> str:
         return "k3_dspark"
     if kind == TRANSFORMERS_TYPE:
         raise DsparkError("model_type", kind, "is not read here; give the checkpoint it was made from")
-    if architectures in [[name] for name in EAGLE3.values()]:
+    if architectures in [[name] for name in EAGLE3]:
         return "eagle3"
     if is_specforge(values):
         return "specforge"

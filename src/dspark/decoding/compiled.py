@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dspark.drafts.attention import Attention
-from dspark.drafts.dspark import DraftContext, DSparkDraft
+from dspark.drafts.context import DraftContext
+from dspark.drafts.dspark import DSparkDraft
 from dspark.kernels.decoder import Decoder, Pointers, Shape, Span, head, markov_tokens
 from dspark.targets.compiled import layer_weights
 from dspark.targets.packed import pack, packable
