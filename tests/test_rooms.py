@@ -41,6 +41,8 @@ def test_rooms_import_only_the_rooms_before_them() -> None:
         ("data", "training"),
         ("training", "calibration"),
         ("calibration", "bench"),
+        ("bench", "doctor"),
+        ("doctor", "serving"),
     ],
 )
 def test_an_import_against_the_order_is_found(tmp_path: Path, importer: str, imported: str) -> None:
