@@ -49,11 +49,11 @@ from dspark.decoding.proposers import make_proposer
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Request, SamplingSettings
 from dspark.demo import run_demo
+from dspark.doctor.command import doctor_command
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
-from dspark.kernels.library import explain, library
-from dspark.machine import describe_machine
+from dspark.kernels.library import library
 from dspark.serving.command import serve_command
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
@@ -365,13 +365,6 @@ def inspect_command(
             console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("doctor", epilog=example("dspark doctor"))
-def doctor_command() -> None:
-    """What this machine runs passes with: processor, threads, compiled kernels, versions."""
-    for label, value in {**describe_machine(), "kernels": explain()}.items():
-        console.print(f"{label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
-
-
 @app.command("demo", epilog=example("dspark demo --out demo.html"))
 def demo_command(
     target: TargetOption = EMBEDDED,
@@ -414,6 +407,9 @@ app.command(
         "dspark convert embedded --to gguf draft.gguf --type f16",
     ),
 )(convert_command)
+app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target embedded --draft embedded"))(
+    doctor_command
+)
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 
 

@@ -1,0 +1,158 @@
+"""How much of the draft is accepted, and whether the files read otherwise would accept more: the other slot layout,
+layer ids one off, another depth, thinking on or off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dspark.data.chat import ChatRenderer
+from dspark.decoding.request import Round
+from dspark.decoding.text import decode
+from dspark.doctor.blocks import states_fp16
+from dspark.doctor.draft import DraftFacts
+from dspark.doctor.findings import Finding
+from dspark.doctor.states import first_draft
+from dspark.doctor.trial import Answers, Interval, answer, conversations, lengths, macro, mean_interval, render, walk
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Draft
+from dspark.errors import DsparkError
+from dspark.targets.base import Target
+
+NOTHING, LOW = 1.05, 1.5
+"""Acceptance lengths below which a draft guesses nothing, and below which the other slot layout is tried."""
+_FALL = 0.6
+"""Share of the accepted tokens (bonus not counted) that another condition may leave before it is named."""
+
+
+def check_first_draft(target: Target, draft: DraftFacts, answers: Answers) -> Iterator[Finding]:
+    """first-draft: finite and not constant, in float32 and where the file says so in float16."""
+    if not isinstance(draft.config, DraftConfig):
+        return
+    for dtype in (torch.float32, *((torch.float16,) if states_fp16(draft) else ())):
+        model = draft.build(dtype)
+        assert isinstance(model, DSparkDraft)
+        fault = first_draft(target, model, answers, dtype)
+        if fault:
+            yield Finding("first-draft", "broken", f"{fault}; bfloat16 has the range of float32")
+            return
+    yield Finding("first-draft", "ok", "finite, and different for different contexts")
+
+
+def check_acceptance(rounds: Sequence[Sequence[Round]], n: int) -> Finding:
+    """acceptance: the macro acceptance length, bonus counted, at the draft's full block."""
+    found = mean_interval(lengths(rounds))
+    text = f"{found} tokens a round at n = {n}, bonus counted, macro over {len(rounds)} prompts"
+    if found.value < NOTHING:
+        return Finding("acceptance", "broken", f"{text}: the draft guesses nothing")
+    return Finding("acceptance", "ok", text)
+
+
+def check_loops(answers: Answers, rounds: Sequence[Sequence[Round]]) -> Finding:
+    """loops: answers that repeat themselves are easy to draft."""
+    count = sum(answers.looping)
+    if not count:
+        return Finding("loops", "ok", f"none of {len(answers.looping)} answers ends in a loop")
+    straight = [one for one, loops in zip(rounds, answers.looping, strict=True) if not loops]
+    without = f"{macro(straight):.2f} without them" if straight else "there are no others"
+    text = f"{count} of {len(answers.looping)} answers end in a loop, which is easy to draft: {without}"
+    return Finding("loops", "note", text)
+
+
+def better(other: Sequence[float], stated: Sequence[float]) -> Interval | None:
+    """By how much, when `other` is better on the same prompts beyond chance (paired, 95 %) and by 0.03 at least."""
+    found = mean_interval([a - b for a, b in zip(other, stated, strict=True)])
+    return found if found.low > 0 and found.value >= 0.03 else None
+
+
+def check_layouts(
+    target: Target, draft: DraftFacts, answers: Answers, rounds: Sequence[Sequence[Round]]
+) -> Iterator[Finding]:
+    """layout: the same tensors read in the other layout, when the file does not say or little is accepted."""
+    config, stated = draft.config, macro(rounds)
+    if not isinstance(config, DraftConfig) or (stated >= LOW and not draft.unsure_layout):
+        return
+    mine, other = ("anchor-first", "bonus-anchor")[:: 1 if config.sample_from_anchor else -1]
+    try:
+        turned = draft.build(sample_from_anchor=not config.sample_from_anchor)
+        found = walk(target, turned, answers)
+    except DsparkError as error:
+        yield Finding("layout", "skipped", f"the {other} layout cannot be tried: {error}")
+        return
+    compared = f"acceptance {macro(found):.2f} read as {other} against {stated:.2f} as {mine}"
+    if better(lengths(found), lengths(rounds)):
+        value = str(not config.sample_from_anchor).lower()
+        yield Finding("layout", "broken", f"{compared}: sample_from_anchor must be {value}")
+    elif draft.unsure_layout and better(lengths(rounds), lengths(found)):
+        value = str(config.sample_from_anchor).lower()
+        yield Finding("layout", "note", f"{compared}: state sample_from_anchor {value}")
+    else:
+        yield Finding("layout", "ok", compared)
+
+
+def shifted_layers(taps: Sequence[int], depth: int) -> dict[int, tuple[int, ...]]:
+    """The taps one layer later (+1) and earlier (-1), where all of them are layers."""
+    moved = {shift: tuple(tap + shift for tap in taps) for shift in (1, -1)}
+    return {shift: ids for shift, ids in moved.items() if min(ids) >= 0 and max(ids) < depth}
+
+
+def check_shifts(
+    target: Target, model: Draft, answers: Answers, rounds: Sequence[Sequence[Round]]
+) -> Iterator[Finding]:
+    """layer-ids: the outputs of the layers beside the stated ones, handed over in their place."""
+    stated, shown = macro(rounds), []
+    for shift, layers in shifted_layers(model.config.target_layer_ids, target.num_layers).items():
+        if not set(layers) <= set(answers.layers):
+            continue
+        found = walk(target, model, answers, layers=layers)
+        shown.append(f"{macro(found):.2f} with {shift:+d}")
+        if better(lengths(found), lengths(rounds)):
+            text = f"layer ids look off by one: acceptance {shown[-1]} against {stated:.2f} as stated"
+            yield Finding("layer-ids", "loses", text)
+            return
+    if shown:
+        yield Finding("layer-ids", "ok", f"acceptance {stated:.2f} as stated, {' and '.join(shown)}")
+
+
+def check_depth(
+    target: Target,
+    model: Draft,
+    renderer: ChatRenderer,
+    texts: Sequence[str],
+    short: tuple[Answers, Sequence[Sequence[Round]]],
+    depth: int,
+    tokens: int,
+    count: int = 4,
+) -> Finding:
+    """depth: acceptance after long conversations against that after single questions."""
+    answers, rounds = short
+    replies = [decode(target.tokenizer, one.answer_ids) or "." for one in answers.rows]
+    prompts = conversations(renderer, texts[: len(replies)], replies, depth, count)
+    room = max(map(len, prompts), default=0)
+    shallow = max(len(one.prompt_ids) for one in answers.rows)
+    if room <= shallow + tokens:
+        return Finding("depth", "skipped", f"no conversation much longer than the prompts fits in {depth} tokens")
+    deep = walk(target, model, answer(target, prompts, tokens, model.config.target_layer_ids))
+    mine, theirs = mean_interval(lengths(deep)), mean_interval(lengths(rounds))
+    text = f"acceptance {mine} at {room} tokens against {theirs} at up to {shallow}"
+    if mine.value - 1 < _FALL * (theirs.value - 1) and mine.high < theirs.low:
+        return Finding("depth", "loses", f"{text}: it falls with the context")
+    return Finding("depth", "ok", text)
+
+
+def check_thinking(
+    target: Target, model: Draft, texts: Sequence[str], room: int, tokens: int, count: int = 6
+) -> Finding:
+    """thinking: acceptance with the template's switch on and off; only for a template that has it."""
+    found = {}
+    for mode in ("on", "off"):
+        renderer = ChatRenderer(target.tokenizer, thinking="on" if mode == "on" else "off")
+        answers = answer(target, render(renderer, texts, room)[:count], tokens, model.config.target_layer_ids)
+        found[mode] = mean_interval(lengths(walk(target, model, answers)))
+    text = f"acceptance {found['on']} with thinking on, {found['off']} with it off"
+    worse, best = sorted(found, key=lambda mode: found[mode].value)
+    if found[worse].value - 1 < _FALL * (found[best].value - 1) and found[worse].high < found[best].low:
+        return Finding("thinking", "loses", f"{text}: with thinking {worse} the draft is out of its depth")
+    return Finding("thinking", "ok", text)
