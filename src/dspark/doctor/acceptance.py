@@ -4,6 +4,7 @@ layer ids one off, another depth, thinking on or off."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 import torch
 
@@ -14,10 +15,10 @@ from dspark.doctor.blocks import states_fp16
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.findings import Finding
 from dspark.doctor.states import first_draft
-from dspark.doctor.trial import Answers, Interval, answer, conversations, lengths, macro, mean_interval, render, walk
+from dspark.doctor.trial import Answers, Interval, answer, conversation, lengths, macro, mean_interval, render, walk
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
-from dspark.drafts.kinds import Draft
+from dspark.drafts.kinds import Config, Draft
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
 
@@ -39,6 +40,15 @@ def check_first_draft(target: Target, draft: DraftFacts, answers: Answers) -> It
             yield Finding("first-draft", "broken", f"{fault}; bfloat16 has the range of float32")
             return
     yield Finding("first-draft", "ok", "finite, and different for different contexts")
+
+
+def check_emitted(config: Config, answers: Answers) -> Iterator[Finding]:
+    """mask-token: never in the target's own answers."""
+    if isinstance(config, DraftConfig):
+        count = sum(one.answer_ids.count(config.mask_token_id) for one in answers.rows)
+        if count:
+            text = f"{config.mask_token_id} is in the target's answers, {count} times; a mask must never be emitted"
+            yield Finding("mask-token", "loses", text)
 
 
 def check_acceptance(rounds: Sequence[Sequence[Round]], n: int) -> Finding:
@@ -124,35 +134,46 @@ def check_depth(
     short: tuple[Answers, Sequence[Sequence[Round]]],
     depth: int,
     tokens: int,
-    count: int = 4,
+    count: int = 6,
 ) -> Finding:
-    """depth: acceptance after long conversations against that after single questions."""
+    """depth: the same questions alone and at the end of a long conversation, paired."""
     answers, rounds = short
     replies = [decode(target.tokenizer, one.answer_ids) or "." for one in answers.rows]
-    prompts = conversations(renderer, texts[: len(replies)], replies, depth, count)
-    room = max(map(len, prompts), default=0)
-    shallow = max(len(one.prompt_ids) for one in answers.rows)
-    if room <= shallow + tokens:
-        return Finding("depth", "skipped", f"no conversation much longer than the prompts fits in {depth} tokens")
-    deep = walk(target, model, answer(target, prompts, tokens, model.config.target_layer_ids))
-    mine, theirs = mean_interval(lengths(deep)), mean_interval(lengths(rounds))
-    text = f"acceptance {mine} at {room} tokens against {theirs} at up to {shallow}"
-    if mine.value - 1 < _FALL * (theirs.value - 1) and mine.high < theirs.low:
+    texts = [texts[i] for i in answers.asked]
+    chosen = sorted({round(i * (len(replies) - 1) / max(count - 1, 1)) for i in range(count)})
+    prompts = [conversation(renderer, texts, replies, i, depth) for i in chosen]
+    alone = [lengths(rounds)[i] for i in chosen]
+    if sum(map(len, prompts)) < 2 * sum(len(answers.rows[i].prompt_ids) for i in chosen):
+        return Finding("depth", "skipped", f"no conversation much longer than the questions fits in {depth} tokens")
+    deep = lengths(walk(target, model, answer(target, prompts, tokens, model.config.target_layer_ids)))
+    if len(deep) < len(alone):
+        return Finding("depth", "skipped", "the target answers long conversations with a single token")
+    text = (
+        f"acceptance {fmean(deep):.2f} at {max(map(len, prompts))} tokens against {fmean(alone):.2f} of the same "
+        f"{len(alone)} questions alone"
+    )
+    if _falls(deep, alone):
         return Finding("depth", "loses", f"{text}: it falls with the context")
     return Finding("depth", "ok", text)
+
+
+def _falls(other: Sequence[float], usual: Sequence[float]) -> bool:
+    """Whether less than _FALL of the accepted tokens are left, beyond chance (paired)."""
+    apart = mean_interval([a - b for a, b in zip(other, usual, strict=True)])
+    return fmean(other) - 1 < _FALL * (fmean(usual) - 1) and apart.high < 0
 
 
 def check_thinking(
     target: Target, model: Draft, texts: Sequence[str], room: int, tokens: int, count: int = 6
 ) -> Finding:
     """thinking: acceptance with the template's switch on and off; only for a template that has it."""
-    found = {}
+    found: dict[str, list[float]] = {}
     for mode in ("on", "off"):
         renderer = ChatRenderer(target.tokenizer, thinking="on" if mode == "on" else "off")
-        answers = answer(target, render(renderer, texts, room)[:count], tokens, model.config.target_layer_ids)
-        found[mode] = mean_interval(lengths(walk(target, model, answers)))
-    text = f"acceptance {found['on']} with thinking on, {found['off']} with it off"
-    worse, best = sorted(found, key=lambda mode: found[mode].value)
-    if found[worse].value - 1 < _FALL * (found[best].value - 1) and found[worse].high < found[best].low:
-        return Finding("thinking", "loses", f"{text}: with thinking {worse} the draft is out of its depth")
+        answers = answer(target, render(renderer, texts, room)[0][:count], tokens, model.config.target_layer_ids)
+        found[mode] = lengths(walk(target, model, answers))
+    worse, best = sorted(found, key=lambda mode: fmean(found[mode]))
+    text = f"acceptance {fmean(found['on']):.2f} with thinking on, {fmean(found['off']):.2f} with it off"
+    if len(found["on"]) == len(found["off"]) and _falls(found[worse], found[best]):
+        return Finding("thinking", "loses", f"{text}: the draft does not know thinking {worse}; serve it {best}")
     return Finding("thinking", "ok", text)

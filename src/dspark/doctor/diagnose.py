@@ -13,6 +13,7 @@ from dspark.decoding.request import Round
 from dspark.doctor.acceptance import (
     check_acceptance,
     check_depth,
+    check_emitted,
     check_first_draft,
     check_layouts,
     check_loops,
@@ -44,6 +45,8 @@ DEEP, DEEPEST = 1200, 4096
 """Tokens of context that are cheap to try, and with a context asked for."""
 SERVED = 6
 """Answers that are served and compared; each takes as long as a user would wait."""
+MEASURED = 8
+"""Prompts that an engine in another process answers for its costs, plainly and with every width."""
 _COST_CONTEXT = 256
 _UNRUNNABLE = ("target-depth", "target-width", "vocabulary", "files", "config")
 Say = Callable[[str], None]
@@ -177,6 +180,7 @@ class _Run:
             self.found.findings.append(Finding(check_of(error), "broken", str(error)))
             return
         self.found.findings += [
+            *check_emitted(self.config, self.answers),
             check_acceptance(self.rounds, self.config.gamma),
             check_loops(self.answers, self.rounds),
         ]
@@ -205,7 +209,7 @@ class _Run:
         asked = demo_prompts() if given is None else read_prompts(given, limit=64)
         self.texts = [prompt.turns[0] for prompt in asked]
         self.room = target.max_context - self.settings.tokens - self.config.gamma - 1
-        self.prompts = render(self.renderer, self.texts, self.room)
+        self.prompts, self.texts = render(self.renderer, self.texts, self.room)
 
     def _layers(self, target: Target) -> list[int]:
         taps = self.config.target_layer_ids
@@ -254,7 +258,7 @@ class _Run:
             return measure_here(target, self.model, ids[: min(_COST_CONTEXT, self.room)])
         if engine == "llamacpp" and self.settings.engine_python is not None:
             weights = self.settings.engine_target or self.facts.name
-            return measure_llamacpp(self.settings.engine_python, weights, self.draft, self.prompts[:3])
+            return measure_llamacpp(self.settings.engine_python, weights, self.draft, self.prompts[:MEASURED])
         option = "engine_python" if engine == "llamacpp" else "profile"
         remedy = "a Python with xllamacpp measures it" if engine == "llamacpp" else "a file of its costs"
         raise DsparkError(option, None, f"{engine} has costs of its own: give {remedy}, or --profile")

@@ -16,6 +16,9 @@ from dspark.decoding.request import Round
 from dspark.doctor.costs import EngineCosts
 from dspark.doctor.trial import Answers, Interval, lengths, mean_interval
 
+WORTH = 1.05
+"""Expected speedup from which a draft is worth its memory and trouble."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -42,8 +45,8 @@ class Forecast:
 
     @property
     def worth_it(self) -> bool:
-        """Whether the best n is expected to be faster than plain decoding."""
-        return self.best.speedup.value > 1.0
+        """Whether the best n is expected to gain what a second model is worth."""
+        return self.best.speedup.value >= WORTH
 
     @property
     def advice(self) -> str:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dspark.errors import DsparkError
 from dspark.targets.embedded import EMBEDDED, find_gguf
 
 SECONDS = 240
+_SCRIPT = str(files("dspark.doctor").joinpath("llamacpp_child.py"))
 WIDTHS = (1, 3, 5, 7)
 """Draft tokens a round that are measured; the rest are not forecast."""
 
@@ -29,31 +31,38 @@ def measure_llamacpp(
 ) -> EngineCosts:
     """Seconds of a token and of rounds, from llama.cpp's own timings of greedy answers to `prompts`.
 
-    target: its .gguf file, or `embedded` for the file of the package. Raises DsparkError when the file is none, the
-    draft cannot be written for llama.cpp, the child fails, or it serves without the draft.
+    Plain and drafted answers of a prompt follow each other, and a round's cost is the median over prompts of its ratio
+    to the plain token of the same prompt. target: its .gguf file, or `embedded` for the file of the package.
+    Raises DsparkError when the file is none, the draft cannot be written for llama.cpp, the child fails, or it serves
+    without the draft.
     """
     weights = find_gguf() if target == EMBEDDED else Path(target)
     if weights.suffix != ".gguf" or not weights.is_file():
         raise DsparkError("engine_target", target, "must be the target's .gguf file for llama.cpp to be measured")
     gamma = draft.config.gamma if draft.config is not None else 0
+    widths = [n for n in WIDTHS if n <= gamma]
     room = max(map(len, prompts)) + tokens + gamma + 8
     with tempfile.TemporaryDirectory() as made:
         path = _draft_file(draft, weights, Path(made))
-        plain = _child(python, weights, room, prompts, tokens)
-        drafted = {n: _child(python, weights, room, prompts, tokens, path, n) for n in WIDTHS if n <= gamma}
-    timed = [one["timings"] for one in plain["answers"]]
-    made_tokens = sum(one["predicted_n"] for one in timed)
+        asked = {"prompts": [list(ids) for ids in prompts], "tokens": tokens, "widths": widths}
+        found = _child([python, _SCRIPT, str(weights), str(torch.get_num_threads()), str(room), str(path)], asked)
+    timings = {int(n): times for n, times in found["timings"].items()}
+    if not all(one.get("draft_n") for n in widths for one in timings[n]):
+        raise DsparkError("draft", draft.name, "llama.cpp served without the draft: no draft_n in its timings")
+    plain = [one["predicted_ms"] / one["predicted_n"] / 1000 for one in timings[0]]
+    ratios = {n: median(_round_seconds(a) / b for a, b in zip(timings[n], plain, strict=True)) for n in widths}
     return EngineCosts(
         engine="llamacpp",
         source="llama.cpp's own timings here",
-        plain=sum(one["predicted_ms"] for one in timed) / made_tokens / 1000,
-        rounds={n: _round_seconds(found) for n, found in drafted.items()},
+        plain=median(plain),
+        rounds={n: ratio * median(plain) for n, ratio in ratios.items()},
         measured={
-            "build": plain["build"],
+            "build": found["build"],
             "threads": torch.get_num_threads(),
             "prompts": len(prompts),
             "tokens": tokens,
-            "tokens_per_round": {n: _tokens_per_round(found) for n, found in drafted.items()},
+            "tokens_per_round": {n: round(_tokens_per_round(timings[n]), 3) for n in widths},
+            "speedup": {n: round(_speedup(timings[0], timings[n]), 3) for n in widths},
         },
     )
 
@@ -69,40 +78,34 @@ def _draft_file(draft: DraftFacts, target: Path, folder: Path) -> Path:
     return folder / "draft.gguf"
 
 
-def _child(
-    python: str,
-    target: Path,
-    context: int,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    draft: Path | None = None,
-    n: int = 0,
-) -> dict[str, Any]:
-    """What one child measured. Raises DsparkError when it does not answer, or drafts nothing though it should."""
-    script = str(files("dspark.doctor").joinpath("llamacpp_child.py"))
-    command = [python, script, str(target), str(torch.get_num_threads()), str(context)]
-    command += [] if draft is None else [str(draft), str(n)]
-    asked = json.dumps({"prompts": [list(ids) for ids in prompts], "tokens": tokens})
+def _child(command: list[str], asked: dict[str, Any]) -> dict[str, Any]:
+    """What the child measured. Raises DsparkError when it does not answer."""
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DsparkError("engine_python", python, f"llama.cpp could not be measured with it ({error})") from None
+        raise DsparkError("engine_python", command[0], f"llama.cpp could not be measured with it ({error})") from None
     if done.returncode or not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise DsparkError("engine_python", python, f"llama.cpp ended with code {done.returncode} ({last[:200]})")
+        raise DsparkError("engine_python", command[0], f"llama.cpp ended with code {done.returncode} ({last[:200]})")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    if draft is not None and not all(one["timings"].get("draft_n") for one in found["answers"]):
-        raise DsparkError("draft", str(draft), "llama.cpp served without the draft: no draft_n in its timings")
     return found
 
 
-def _rounds(found: dict[str, Any]) -> int:
-    return sum(one["timings"]["predicted_n"] - one["timings"]["draft_n_accepted"] for one in found["answers"])
+def _rounds(timing: dict[str, Any]) -> int:
+    return int(timing["predicted_n"] - timing["draft_n_accepted"])
 
 
-def _round_seconds(found: dict[str, Any]) -> float:
-    return float(sum(one["timings"]["predicted_ms"] for one in found["answers"]) / _rounds(found) / 1000)
+def _round_seconds(timing: dict[str, Any]) -> float:
+    return float(timing["predicted_ms"]) / _rounds(timing) / 1000
 
 
-def _tokens_per_round(found: dict[str, Any]) -> float:
-    return round(sum(one["timings"]["predicted_n"] for one in found["answers"]) / _rounds(found), 3)
+def _tokens_per_round(timings: Sequence[dict[str, Any]]) -> float:
+    return sum(one["predicted_n"] for one in timings) / sum(map(_rounds, timings))
+
+
+def _speedup(plain: Sequence[dict[str, Any]], drafted: Sequence[dict[str, Any]]) -> float:
+    """What was measured on these very answers: pooled tokens a second, over plain."""
+    speeds = [
+        sum(one["predicted_n"] for one in side) / sum(one["predicted_ms"] for one in side) for side in (drafted, plain)
+    ]
+    return float(speeds[0] / speeds[1])

@@ -4,7 +4,7 @@ draft walked over them as often as needed without the target (replay equals serv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -48,11 +48,15 @@ def mean_interval(values: Sequence[float], resamples: int = 2000, seed: int = 0)
 
 @dataclass
 class Answers:
-    """Plain greedy answers of at least two tokens, with the outputs of `layers` at every token that was read."""
+    """Plain greedy answers of at least two tokens, with the outputs of `layers` at every token that was read.
+
+    asked: which of the prompts each one answers.
+    """
 
     layers: tuple[int, ...]
-    rows: list[Captured] = field(default_factory=list)
-    looping: list[bool] = field(default_factory=list)
+    asked: list[int]
+    rows: list[Captured]
+    looping: list[bool]
 
     def row(self, index: int) -> Row:
         """One answer as a row of ids."""
@@ -77,10 +81,10 @@ def answer(target: Target, prompts: Sequence[Sequence[int]], tokens: int, layers
         ids = list(result.output_ids)
         text = ids[:-1] if result.finish_reason == "stop" else ids
         found[index] = Captured(list(prompts[index]), ids, taps.pop(index), wanted), detect_loop(text)
-    kept = [found[index] for index in sorted(found) if len(found[index][0].answer_ids) > 1]
+    kept = [index for index in sorted(found) if len(found[index][0].answer_ids) > 1]
     if not kept:
         raise DsparkError("prompts", len(prompts), "the target answers none with two tokens or more; give others")
-    return Answers(wanted, [one for one, _ in kept], [loops for _, loops in kept])
+    return Answers(wanted, kept, [found[i][0] for i in kept], [found[i][1] for i in kept])
 
 
 def walk(
@@ -107,34 +111,30 @@ def macro(rounds: Sequence[Sequence[Round]]) -> float:
     return fmean(lengths(rounds))
 
 
-def render(renderer: ChatRenderer, texts: Sequence[str], room: int) -> list[list[int]]:
-    """Every text as one user turn, as the target reads it; those of more than `room` tokens are left out.
+def render(renderer: ChatRenderer, texts: Sequence[str], room: int) -> tuple[list[list[int]], list[str]]:
+    """Every text as one user turn, as the target reads it, and the texts: those of up to `room` tokens.
 
     Raises DsparkError when none is left.
     """
-    found = [renderer.prompt_ids([{"role": "user", "content": text}]) for text in texts]
-    fitting = [ids for ids in found if len(ids) <= room]
+    found = [(renderer.prompt_ids([{"role": "user", "content": text}]), text) for text in texts]
+    fitting = [one for one in found if len(one[0]) <= room]
     if not fitting:
         raise DsparkError("prompts", len(texts), f"all are longer than the {room} tokens that fit; give shorter ones")
-    return fitting
+    return [ids for ids, _ in fitting], [text for _, text in fitting]
 
 
-def conversations(
-    renderer: ChatRenderer, texts: Sequence[str], replies: Sequence[str], depth: int, count: int
-) -> list[list[int]]:
-    """Up to `count` conversations just under `depth` tokens, of the same questions and answers in turns, each
-    beginning with another one and ending with a question."""
-    made = []
-    for start in range(min(count, len(texts))):
-        messages: list[Message] = []
-        ids: list[int] = []
-        for step in range(100):
-            place = (start + step) % len(texts)
-            asked = renderer.prompt_ids([*messages, {"role": "user", "content": texts[place]}])
-            if len(asked) > depth:
-                break
-            ids = asked
-            messages += [{"role": "user", "content": texts[place]}, {"role": "assistant", "content": replies[place]}]
-        if ids:
-            made.append(ids)
-    return made
+def conversation(
+    renderer: ChatRenderer, texts: Sequence[str], replies: Sequence[str], last: int, depth: int
+) -> list[int]:
+    """A conversation of at most `depth` tokens that ends with question `last`, after as many of the other questions and
+    their answers as fit."""
+    asked: Message = {"role": "user", "content": texts[last]}
+    messages: list[Message] = []
+    ids = renderer.prompt_ids([asked])
+    for step in range(1, len(texts)):
+        place = (last + step) % len(texts)
+        more = [{"role": "user", "content": texts[place]}, {"role": "assistant", "content": replies[place]}]
+        longer = renderer.prompt_ids([*messages, *more, asked])
+        if len(longer) <= depth:
+            messages, ids = [*messages, *more], longer
+    return ids
