@@ -19,7 +19,7 @@ from tests.doctor.conftest import draft_fields, edit, levels, random_draft, rete
 from dspark.checkpoints.convert import convert
 from dspark.decoding import engine as engine_module
 from dspark.decoding.engine import Engine
-from dspark.doctor import positions
+from dspark.doctor import memory, positions
 from dspark.doctor.diagnose import Diagnosis
 from dspark.targets.transformers import TransformersTarget
 
@@ -254,6 +254,15 @@ def test_in_the_running_pair(fault: str, copied: Path, check: Check) -> None:
     plant(copied)
     found = check(copied, run=True, **settings)
     assert level in levels(found, name), texts(found.findings)
+
+
+def test_a_target_larger_than_the_memory(
+    copied: Path, check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 10 kB\n")
+    monkeypatch.setattr(memory, "MEMORY_INFO", tmp_path / "meminfo")
+    found = check(copied, run=True)
+    assert levels(found, "run") == ["skipped"] and "GB too few" in texts(found.findings)
 
 
 def test_speculators_ids_counted_twice(copied: Path, check: Check, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from dspark.doctor.facts import TargetFacts, target_facts
 from dspark.doctor.findings import BROKEN, LOSES, Finding, check_of, exit_code
 from dspark.doctor.forecast import Forecast, forecast
 from dspark.doctor.llamacpp import measure_llamacpp
+from dspark.doctor.memory import lacking_memory
 from dspark.doctor.served import check_served
 from dspark.doctor.states import check_head, check_states
 from dspark.doctor.static import findings_of
@@ -144,7 +145,7 @@ def _why_not(draft: DraftFacts, target: TargetFacts, findings: Sequence[Finding]
         return f"the pair does not fit ({', '.join(dict.fromkeys(wrong)) or 'the draft cannot be read'})"
     if draft.tensors is None:
         return "the draft has no weights here"
-    return "" if target.runnable else f"the weights of {target.name} are not here"
+    return lacking_memory(target) if target.runnable else f"the weights of {target.name} are not here"
 
 
 class _Run:
