@@ -21,6 +21,7 @@ from dspark.decoding import engine as engine_module
 from dspark.decoding.engine import Engine
 from dspark.doctor import memory, positions
 from dspark.doctor.diagnose import Diagnosis
+from dspark.errors import DsparkError
 from dspark.targets.transformers import TransformersTarget
 
 Check = Callable[..., Diagnosis]
@@ -358,3 +359,29 @@ def test_thinking_changes_what_the_draft_knows(copied: Path, target_folder: Path
     template.write_text(switch + template.read_text())
     found = check(copied, run=True, target=str(folder))
     assert levels(found, "thinking") == ["loses"], texts(found.findings)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_any_value_of_any_key_is_a_finding(engine: str | None, copied: Path, check: Check) -> None:
+    """No value makes the doctor itself fail."""
+    original = json.loads((copied / "config.json").read_text())
+    for name in original:
+        for value in (None, -1, 0, "x", [], {}, 1e9, [1, "x"], True):
+            edit(copied, **{**original, name: value})
+            assert check(copied, engine=engine).code in (0, 1, 2)
+
+
+def test_any_value_of_any_key_of_the_target(copied: Path, target_folder: Path, check: Check, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for file in target_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    original = json.loads((folder / "config.json").read_text())
+    counts = "hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"
+    for name in (*counts, "architectures", "eos_token_id", "rope_parameters", "rope_theta", "text_config"):
+        for value in (None, -1, "x", [], {}, [[1], "x"]):
+            edit(folder, **{**original, name: value})
+            try:
+                assert check(copied, target=str(folder), context=60, engine="vllm").code in (0, 1, 2)
+            except DsparkError as error:
+                assert error.field == "target"

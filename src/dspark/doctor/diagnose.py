@@ -98,7 +98,7 @@ class Diagnosis:
             return f"broken: {', '.join(dict.fromkeys(bad['broken']))}"
         parts = [f"works but loses: {', '.join(dict.fromkeys(bad['loses']))}"] if bad["loses"] else []
         parts += [self.forecast.advice] if self.forecast is not None else []
-        return "; ".join(parts) or "nothing is wrong with its files; what it gains was not measured"
+        return "; ".join(parts) or "nothing is wrong in what could be checked; what it gains was not measured"
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""

@@ -53,7 +53,13 @@ def _bonus_speculators(draft: DraftFacts) -> bool:
 
 
 FAULTS = (
-    Fault("vllm", "<=0.32.0", "note", _always, "with tensor parallelism: turn fuse_allreduce_rms off"),
+    Fault(
+        "vllm",
+        "<=0.32.0",
+        "note",
+        _always,
+        "with tensor parallelism turn fuse_allreduce_rms off, whose workspace fails under CUDA graph capture",
+    ),
     Fault(
         "vllm",
         "==0.32.0",

@@ -113,7 +113,8 @@ def _read_folder(name: str, folder: Path) -> TargetFacts:
     if outer is None:
         raise DsparkError("target", name, "holds no config.json that can be read; give a model folder")
     values = outer["text_config"] if isinstance(outer.get("text_config"), dict) else outer
-    architectures = outer.get("architectures") or values.get("architectures") or []
+    architectures = outer.get("architectures") or values.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
     tokenizer, reason = None, ""
     try:
         tokenizer = load_tokenizer(str(folder))
@@ -122,16 +123,24 @@ def _read_folder(name: str, folder: Path) -> TargetFacts:
     return TargetFacts(
         name,
         folder,
-        depth=values.get("num_hidden_layers"),
-        width=values.get("hidden_size"),
-        vocabulary=values.get("vocab_size"),
-        context=values.get("max_position_embeddings"),
-        architecture=architectures[0] if architectures else None,
+        depth=_count(name, values, "num_hidden_layers"),
+        width=_count(name, values, "hidden_size"),
+        vocabulary=_count(name, values, "vocab_size"),
+        context=_count(name, values, "max_position_embeddings"),
+        architecture=first if isinstance(first, str) else None,
         stop_ids=_stop_ids(folder, outer, values, tokenizer),
         tokenizer=tokenizer,
         no_tokenizer=reason,
         values=values,
     )
+
+
+def _count(name: str, values: Mapping[str, Any], key: str) -> int | None:
+    """A positive number of a config.json, None when it is not there. Raises DsparkError for anything else."""
+    found = values.get(key)
+    if found is not None and (not isinstance(found, int) or found < 1):
+        raise DsparkError("target", name, f"its config.json has {key} {found!r}: must be a number of at least 1")
+    return found
 
 
 def _stop_ids(folder: Path, outer: Mapping[str, Any], inner: Mapping[str, Any], tokenizer: Any) -> frozenset[int]:

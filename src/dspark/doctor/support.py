@@ -46,7 +46,7 @@ def check_engine(draft: DraftFacts, target: TargetFacts, engine: str) -> Iterato
         yield Finding(SUPPORT, "note", f"{name}: {note}")
     for fault in FAULTS:
         if fault.engine == name and version in SpecifierSet(fault.releases) and fault.when(draft):
-            yield Finding(FAULT, fault.level, f"{name} {version} {fault.text}")
+            yield Finding(FAULT, fault.level, f"{name} {version}: {fault.text}")
     if version != Version(ENGINES[name]):
         text = f"what {name} does was read at {ENGINES[name]}; {version} may differ"
         yield Finding(FAULT, "note", text)
