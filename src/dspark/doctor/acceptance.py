@@ -15,6 +15,7 @@ from dspark.doctor.blocks import states_fp16
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.findings import Finding
 from dspark.doctor.states import first_draft
+from dspark.doctor.template import Mode
 from dspark.doctor.trial import Answers, Interval, answer, conversation, lengths, macro, mean_interval, render, walk
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
@@ -168,8 +169,9 @@ def check_thinking(
 ) -> Finding:
     """thinking: acceptance with the template's switch on and off; only for a template that has it."""
     found: dict[str, list[float]] = {}
-    for mode in ("on", "off"):
-        renderer = ChatRenderer(target.tokenizer, thinking="on" if mode == "on" else "off")
+    modes: tuple[Mode, ...] = ("on", "off")
+    for mode in modes:
+        renderer = ChatRenderer(target.tokenizer, thinking=mode)
         answers = answer(target, render(renderer, texts, room)[0][:count], tokens, model.config.target_layer_ids)
         found[mode] = lengths(walk(target, model, answers))
     worse, best = sorted(found, key=lambda mode: fmean(found[mode]))

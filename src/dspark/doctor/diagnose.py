@@ -24,7 +24,7 @@ from dspark.doctor.acceptance import (
 from dspark.doctor.costs import OWN, EngineCosts, measure_here, read_costs
 from dspark.doctor.draft import DraftFacts, read_draft
 from dspark.doctor.facts import TargetFacts, target_facts
-from dspark.doctor.findings import BROKEN, LOSES, Finding, check_of, exit_code
+from dspark.doctor.findings import BROKEN, LOSES, Finding, exit_code
 from dspark.doctor.forecast import Forecast, forecast
 from dspark.doctor.llamacpp import measure_llamacpp
 from dspark.doctor.memory import lacking_memory
@@ -178,7 +178,7 @@ class _Run:
             self.say("replaying the draft")
             self.rounds = walk(target, self.model, self.answers)
         except DsparkError as error:
-            self.found.findings.append(Finding(check_of(error), "broken", str(error)))
+            self.found.findings.append(Finding("first-draft", "broken", str(error)))
             return
         self.found.findings += [
             *check_emitted(self.config, self.answers),
@@ -197,15 +197,14 @@ class _Run:
         try:
             self.found.findings += list(work())
         except DsparkError as error:
-            self.found.findings.append(Finding(check_of(error), "broken", str(error)))
+            self.found.findings.append(Finding("run", "broken", str(error)))
 
     def _open(self, target: Target) -> None:
         """The questions, rendered as the draft was trained where the template allows it."""
-        thinking = self.config.prompt_recipe["thinking"]
-        mode = "on" if thinking == "on" else "off"
-        kind = "chat" if getattr(target.tokenizer, "chat_template", None) else "none"
-        switched = thinking is not None and bool(thinking_modes(self.facts))
-        self.renderer = ChatRenderer(target.tokenizer, mode if switched else None, "chat" if kind == "chat" else "none")  # type: ignore[arg-type]
+        trained = self.config.prompt_recipe["thinking"]
+        thinking = next((mode for mode in thinking_modes(self.facts) if mode == trained), None)
+        has_template = getattr(target.tokenizer, "chat_template", None)
+        self.renderer = ChatRenderer(target.tokenizer, thinking, "chat" if has_template else "none")
         given = self.settings.prompts
         asked = demo_prompts() if given is None else read_prompts(given, limit=64)
         self.texts = [prompt.turns[0] for prompt in asked]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from dspark.data.chat import ChatRenderer
 from dspark.doctor.facts import TargetFacts
 from dspark.doctor.findings import Finding
 from dspark.drafts.kinds import Config
 from dspark.errors import DsparkError
+
+Mode = Literal["on", "off"]
 
 
 def check_prompt_recipe(config: Config, target: TargetFacts) -> Finding:
@@ -37,7 +41,7 @@ def check_prompt_recipe(config: Config, target: TargetFacts) -> Finding:
     return Finding("prompt-recipe", "ok", f"chat template {digest[:12]}, as trained")
 
 
-def thinking_modes(target: TargetFacts) -> tuple[str, ...]:
+def thinking_modes(target: TargetFacts) -> tuple[Mode, ...]:
     """("on", "off") when the template has a thinking switch, else nothing."""
     try:
         ChatRenderer(target.tokenizer, thinking="off")
