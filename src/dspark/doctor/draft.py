@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 
 from dspark.checkpoints.builtin import draft_folder
-from dspark.checkpoints.convert import read_checkpoint
-from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
-from dspark.checkpoints.gguf import read_gguf
-from dspark.checkpoints.native import load_draft, read_config
 from dspark.checkpoints.qwen3 import own_object
-from dspark.checkpoints.tensors import load_tensors, tensor_shapes
+from dspark.checkpoints.read import GGUF_SUFFIX, read_checkpoint
 from dspark.doctor.facts import TargetFacts
 from dspark.doctor.findings import Finding, check_of
 from dspark.drafts.dspark import DSparkDraft
@@ -74,8 +70,8 @@ def read_draft(name: str, target: TargetFacts) -> DraftFacts:
     path = draft_folder(name)
     facts = DraftFacts(name)
     try:
-        if path.suffix == ".gguf" or path.is_file():
-            _read_file(path, facts)
+        if path.suffix == GGUF_SUFFIX:
+            _read(path, facts)
         else:
             _read_folder(path, facts, target)
     except DsparkError as error:
@@ -85,16 +81,6 @@ def read_draft(name: str, target: TargetFacts) -> DraftFacts:
     return facts
 
 
-def _read_file(path: Path, facts: DraftFacts) -> None:
-    if path.suffix != ".gguf":
-        raise DsparkError("draft", str(path), "is a file; give a draft folder, or a .gguf file for llama.cpp")
-    draft = read_gguf(path)
-    facts.form, facts.config = "gguf", draft.config
-    facts.tensors = dict(draft.state_dict())
-    if draft.own_head_rows is not None:
-        facts.tensors["lm_head.weight"] = draft.own_head_rows
-
-
 def _read_folder(folder: Path, facts: DraftFacts, target: TargetFacts) -> None:
     """Fill in `facts`. Raises DsparkError naming the first fault that nothing here can mend."""
     values = _values(folder)
@@ -102,7 +88,7 @@ def _read_folder(folder: Path, facts: DraftFacts, target: TargetFacts) -> None:
     for _ in range(6):
         try:
             with _with_config(folder, values) as place:
-                _read(place, values, facts)
+                _read(place, facts)
             return
         except DsparkError as error:
             stated = _known(error, values, target)
@@ -114,14 +100,8 @@ def _read_folder(folder: Path, facts: DraftFacts, target: TargetFacts) -> None:
     raise DsparkError("draft", str(folder), "lacks too much of its config.json; get the checkpoint again")
 
 
-def _read(folder: Path, values: Mapping[str, Any], facts: DraftFacts) -> None:
-    if values.get("architectures") in [[name] for name in EAGLE3.values()]:
-        facts.form, facts.config = "eagle3", read_config(folder)[0]
-        load_draft(folder)  # checks every name, shape, type and value
-        homes = tensor_shapes(folder)[1]
-        facts.tensors = load_tensors(homes, list(homes))
-        return
-    read = read_checkpoint(folder)
+def _read(source: Path, facts: DraftFacts) -> None:
+    read = read_checkpoint(source)
     facts.form, facts.config, facts.tensors = read.form, read.config, dict(read.tensors)
     facts.findings += [Finding("config", "note", note) for note in read.notes]
 
