@@ -114,8 +114,17 @@ class TrainingSection(_Section):
         return value
 
 
+class ServeSection(_Section):
+    """The published draft's hub name, and its published commands: an engine's long flags in their order, without the
+    dashes; true for a flag alone, a mapping for one whose value is JSON."""
+
+    draft: str
+    vllm: dict[str, Any] | None = None
+    sglang: dict[str, Any] | None = None
+
+
 class Recipe(_Section):
-    """name, target (folder, hub name or `embedded:...`), draft, data, training.
+    """name, target (folder, hub name or `embedded:...`), draft, data, training, and how a published pair is served.
 
     draft: `architecture` (dspark, the default, or eagle3) and the fields of DraftConfig or Eagle3Config.
     """
@@ -125,6 +134,7 @@ class Recipe(_Section):
     draft: dict[str, Any]
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    serve: ServeSection | None = None
 
     def draft_config(self) -> Config:
         """The draft's config; `target_name` is the recipe's target unless the recipe says otherwise.

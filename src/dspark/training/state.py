@@ -28,7 +28,7 @@ STATE_NAME = "state.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 # Changing these during a run changes nothing that was learned; anything else would, silently.
-FREE = {
+FREE = {("serve",)} | {
     ("training", key)
     for key in ("log_every", "validate_every", "validation_rows", "replay_rows", "replay_n", "save_every", "out")
 }

@@ -1,0 +1,1 @@
+"""Commands that serve a pair with vLLM, SGLang or llama.cpp."""

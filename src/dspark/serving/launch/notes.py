@@ -1,0 +1,83 @@
+"""What to know of a command before it runs: each engine's known caveats, as read from the version named in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.kinds import Config
+from dspark.serving.launch.command import CONTEXT, MODE, Command
+from dspark.serving.launch.engines import Engine
+
+
+def notes(engine: Engine, command: Command, config: Config | None) -> list[str]:
+    """One line each."""
+    own = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine.key]
+    lost = f"is not in {engine.name} {engine.version} and is left out of the published command"
+    return [*(f"--{name} {lost}" for name in command.dropped), *_context(engine, command, config), *own(command, config)]
+
+
+def _context(engine: Engine, command: Command, config: Config | None) -> Iterator[str]:
+    flag = CONTEXT[engine.key]
+    context = command.flags.get(flag)
+    if config is None:
+        yield f"the draft is not on this disk, so nothing of it was checked; keep --{flag} within its trained length"
+        return
+    trained, rope = config.training_length, config.rope_parameters
+    if context is None:
+        yield f"without --context {engine.name} serves as far as the target goes; the draft was trained to {trained:,}"
+    elif int(context) > trained:
+        yield f"--{flag} {context}: beyond the {trained:,} tokens it was trained on a draft is accepted less often"
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings", 0)
+        yield (
+            f"the draft stretches its positions itself (YaRN, {rope.get('factor')} x {original:,} = "
+            f"{config.max_position_embeddings:,}, in its config): no override is needed, nor one for the target meant"
+        )
+
+
+def _vllm(command: Command, config: Config | None) -> Iterator[str]:
+    flags = command.flags
+    speculation = flags.get("speculative-config", {})
+    yield (
+        "num_speculative_tokens is always given: without it vLLM takes the file's block_size, which in a bonus-anchor "
+        "file is one more than the draft predicts"
+    )
+    if int(flags.get("tensor-parallel-size", 1)) > 1:
+        yield (
+            "fuse_allreduce_rms is off: vLLM turns it on where TP > 1 on Hopper and Blackwell, and capturing CUDA graphs "
+            "can then end in FlashInfer's all-reduce workspace size error"
+        )
+    yield (
+        "on Hopper (FlashAttention 3) attention is scheduled ahead of time, for the draft too: nightly builds needed "
+        "fast_build for it, which 0.32.0 does not pass here; should it fail, another attention_backend in "
+        "--speculative-config, or VLLM_BATCH_INVARIANT=1, goes without"
+    )
+    if not speculation.get("enable_adaptive_verification") and _has_confidence(config):
+        yield "the draft's confidence head is not used; --adaptive turns vLLM's adaptive verification on"
+
+
+def _sglang(command: Command, config: Config | None) -> Iterator[str]:
+    flags = command.flags
+    adaptive = command.environment.get(MODE) is not None
+    if int(flags.get("dcp-size", 1)) > 1:
+        yield (
+            f"decode context parallelism: {MODE} must stay at static (Kimi-K3 refuses anything else), so a confidence "
+            "head is not used"
+        )
+    elif not adaptive and _has_confidence(config):
+        yield f"{MODE} is static unless set: the confidence head is not used; --adaptive sets compact"
+    if adaptive and "speculative-dspark-sps-table-path" not in flags:
+        yield "without --flag speculative-dspark-sps-table-path=FILE (a cost table) compact still verifies every token"
+    if "max-running-requests" not in flags and flags["speculative-algorithm"] == "DSPARK":
+        yield "without --flag max-running-requests=N SGLang sets it to 48"
+
+
+def _llamacpp(command: Command, config: Config | None) -> Iterator[str]:
+    yield "spec-draft-n-max is always given: llama.cpp's own is 3"
+    yield "a draft that does not load only logs a line and answers come plain: look for draft_n in their timings"
+    yield "llama.cpp drafts greedily: at a temperature fewer of its tokens are accepted"
+
+
+def _has_confidence(config: Config | None) -> bool:
+    return isinstance(config, DraftConfig) and config.enable_confidence_head
