@@ -55,6 +55,7 @@ from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.kernels.library import library
 from dspark.serving.command import serve_command
+from dspark.serving.launch.launch_command import launch_command
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
 from dspark.training.features import CachedFeatures, FeatureSource, FeatureWriter, InProcessFeatures, cache_features
@@ -411,6 +412,7 @@ app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target em
     doctor_command
 )
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
+app.command("launch", epilog=example("dspark launch vllm kimi-k2.7-code --dry-run"))(launch_command)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -14,7 +14,11 @@ def notes(engine: Engine, command: Command, config: Config | None) -> list[str]:
     """One line each."""
     own = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine.key]
     lost = f"is not in {engine.name} {engine.version} and is left out of the published command"
-    return [*(f"--{name} {lost}" for name in command.dropped), *_context(engine, command, config), *own(command, config)]
+    return [
+        *(f"--{name} {lost}" for name in command.dropped),
+        *_context(engine, command, config),
+        *own(command, config),
+    ]
 
 
 def _context(engine: Engine, command: Command, config: Config | None) -> Iterator[str]:
@@ -45,8 +49,8 @@ def _vllm(command: Command, config: Config | None) -> Iterator[str]:
     )
     if int(flags.get("tensor-parallel-size", 1)) > 1:
         yield (
-            "fuse_allreduce_rms is off: vLLM turns it on where TP > 1 on Hopper and Blackwell, and capturing CUDA graphs "
-            "can then end in FlashInfer's all-reduce workspace size error"
+            "fuse_allreduce_rms is off: vLLM turns it on where TP > 1 on Hopper and Blackwell, and capturing CUDA "
+            "graphs can then end in FlashInfer's all-reduce workspace size error"
         )
     yield (
         "on Hopper (FlashAttention 3) attention is scheduled ahead of time, for the draft too: nightly builds needed "

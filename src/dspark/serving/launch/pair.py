@@ -1,0 +1,169 @@
+"""Target and draft as an engine takes them; a draft that is not in the engine's form yet is converted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
+from dspark.checkpoints.convert import Checkpoint, convert, read_checkpoint
+from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
+from dspark.checkpoints.engines import check_sglang, check_vllm
+from dspark.checkpoints.gguf import export_gguf, read_gguf
+from dspark.checkpoints.native import CONFIG_FILE, WEIGHTS_FILE, read_config
+from dspark.drafts.config import DraftConfig
+from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.kinds import Config
+from dspark.errors import DsparkError
+from dspark.targets.embedded import EMBEDDED, cache_directory, ensure_embedded, find_gguf
+from dspark.training.recipe import Recipe, load_recipe, recipe_names
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A draft for an engine. path: what the engine is given. config: None when it is not on this disk.
+
+    convert: writes `path`, None when nothing is to be written; command: the same by hand.
+    """
+
+    path: str
+    config: Config | None
+    convert: Callable[[], object] | None = None
+    command: tuple[str, ...] = ()
+
+
+def ready_target(engine: str, target: str) -> str:
+    """The target as the engine takes it: hub name or folder; for llama.cpp a .gguf file. Raises DsparkError."""
+    if engine != "llamacpp":
+        return str(ensure_embedded()) if target == EMBEDDED else target
+    path = find_gguf() if target == EMBEDDED else Path(target)
+    if path.suffix != ".gguf" or not path.is_file():
+        raise DsparkError("target", target, "must be a .gguf file for llama.cpp")
+    return str(path)
+
+
+def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -> Ready:
+    """The draft as the engine takes it. target: as `ready_target` gives it. out: where a converted draft goes, else
+    into the cache.
+
+    Raises DsparkError for a draft that cannot be read, or that no form makes this engine serve.
+    """
+    folder = draft_folder(draft)
+    if draft.endswith(".gguf") and folder.is_file():
+        return _gguf_file(engine, draft)
+    if not folder.is_dir():
+        return _elsewhere(engine, draft)
+    if engine == "llamacpp":
+        return _as_gguf(draft, folder, target, out)
+    if _architectures(folder) in [[name] for name in EAGLE3.values()]:
+        return Ready(str(folder), read_config(folder)[0])  # both engines load it as it is
+    read = read_checkpoint(folder, target if Path(target).is_dir() else None)
+    form, expanded = form_for(engine, read.config)
+    if _as_it_is(engine, read, form, expanded):
+        return Ready(str(folder), read.config)
+    return _as_form(draft, target, read, form, expanded, _cached(folder, form, out))
+
+
+def known_recipe(draft: str) -> Recipe | None:
+    """The recipe that comes with the package whose published draft this is."""
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        if recipe.serve is not None and recipe.serve.draft == draft:
+            return recipe
+    return None
+
+
+def form_for(engine: str, config: DraftConfig) -> tuple[str, bool]:
+    """The form that an engine serves this draft from, and whether its vocabulary has to be expanded for it.
+
+    Raises DsparkError for what the engine cannot serve.
+    """
+    if config.markov_rank == 0:
+        return "z-lab", False
+    if engine == "vllm":
+        check_vllm(config, [])
+        return "vllm", False
+    whole = config.model_copy(update={"draft_vocab_size": config.vocab_size})
+    if not config.sample_from_anchor and not config.reduced:
+        return "speculators", False
+    check_sglang(whole, [])
+    return "sglang", config.reduced
+
+
+def _as_it_is(engine: str, read: Checkpoint, form: str, expanded: bool) -> bool:
+    """Whether the engine loads the folder without a conversion."""
+    if engine == "vllm" and read.config.reduced and not read.lm_head:
+        return False  # it needs the head's rows in the file
+    if engine == "vllm" and read.form == "speculators":
+        return True
+    return not expanded and read.form == ("native" if form == engine else form)
+
+
+def _as_form(draft: str, target: str, read: Checkpoint, form: str, expanded: bool, place: Path) -> Ready:
+    if (place / CONFIG_FILE).is_file():
+        return Ready(str(place), read.config)
+    source = target if Path(target).is_dir() else None
+    words = ["dspark", "convert", draft, str(place), "--to", form]
+    words += ["--target", source] if source else []
+    words += ["--expand"] if expanded else []
+    return Ready(str(place), read.config, lambda: convert(draft, form, place, source, expanded), tuple(words))
+
+
+def _as_gguf(draft: str, folder: Path, target: str, out: Path | None) -> Ready:
+    config = read_config(folder)[0]
+    if not isinstance(config, DraftConfig):
+        raise DsparkError("draft", draft, "is an EAGLE-3 baseline; only DSpark and DFlash drafts are written as GGUF")
+    path = out if out is not None and out.suffix == ".gguf" else _cached(folder, "gguf", out) / "draft.gguf"
+    if path.is_file():
+        return Ready(str(path), config)
+
+    def write() -> None:
+        loaded = load_named_draft(draft)
+        assert isinstance(loaded, DSparkDraft)
+        export_gguf(loaded, path, target)
+
+    words = ("python", "-m", "dspark.checkpoints.gguf", draft, target, str(path))
+    return Ready(str(path), config, write, words)
+
+
+def _gguf_file(engine: str, draft: str) -> Ready:
+    if engine != "llamacpp":
+        raise DsparkError("draft", draft, "is a GGUF file, which only llama.cpp takes; give a folder")
+    try:
+        return Ready(draft, read_gguf(draft).config)
+    except DsparkError:
+        return Ready(draft, None)  # another program's
+
+
+def _elsewhere(engine: str, draft: str) -> Ready:
+    """A hub name, which the engine fetches itself."""
+    if engine == "llamacpp" or draft.startswith((".", "/", "~")) or draft.count("/") != 1:
+        remedy = "is not on this disk; give a folder, `embedded`, or, for vLLM and SGLang, a hub name (OWNER/NAME)"
+        raise DsparkError("draft", draft, remedy)
+    recipe = known_recipe(draft)
+    return Ready(draft, None if recipe is None else recipe.draft_config())
+
+
+def _architectures(folder: Path) -> Any:
+    try:
+        return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return None  # read_checkpoint says what is wrong
+
+
+def _cached(folder: Path, form: str, out: Path | None) -> Path:
+    """Where the converted draft goes: `out`, or a place in the cache that changes with the draft's files."""
+    if out is not None:
+        return out
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        path = folder / name
+        if path.is_file():
+            stat = path.stat()
+            digest.update(f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    name = EMBEDDED_DRAFT if folder == draft_folder(EMBEDDED_DRAFT) else folder.name
+    return cache_directory() / "drafts" / f"{name}-{form}-{digest.hexdigest()[:12]}"
