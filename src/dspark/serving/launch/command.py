@@ -70,6 +70,7 @@ def compose(engine: Engine, wish: Wish, config: Config | None, published: Mappin
     """
     n = _check(engine, wish, config)
     method = _method(config)
+    words: tuple[str, ...]
     if engine.key == "vllm":
         words, wanted = ("vllm", "serve", wish.target), _vllm(wish, n, method)
     elif engine.key == "sglang":

@@ -111,7 +111,7 @@ def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: i
     checked = known.name if known is not None else draft if pending else prepared.path
     found = static_checks(target, checked, None if pending else chosen.key, context)
     broken = [one for one in found if one.level == "broken"]
-    said = [one for one in found if one.level == "loses" or one.level == "note" and one.check not in OWN_NOTES]
+    said = [one for one in found if one.level == "loses" or (one.level == "note" and one.check not in OWN_NOTES)]
     _say(_line(one) for one in said)
     for one in broken:
         typer.secho(f"error: {_line(one)}", fg="red", err=True)
