@@ -31,16 +31,14 @@ from dspark.cli_output import (
     acceptance_table,
     generate,
     json_result,
-    printable,
     regenerated_lines,
     round_record,
     summary_line,
 )
-from dspark.data.card import data_card
 from dspark.data.chat import ChatRenderer
 from dspark.data.invent import invent, read_openings, write_prompts
 from dspark.data.notes import Part, read_notes
-from dspark.data.prompts import read_prompts, shard_prompts, write_text
+from dspark.data.prompts import read_prompts, shard_prompts
 from dspark.data.regenerate import RegenerateSettings, refuse_folder, regenerate
 from dspark.data.rows import check_ids, detect_loop, read_rows
 from dspark.decoding.drafting import DraftProposer
@@ -54,6 +52,7 @@ from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.kernels.library import library
+from dspark.publishing.card_command import card_command
 from dspark.serving.command import serve_command
 from dspark.serving.launch.launch_command import launch_command
 from dspark.targets.embedded import EMBEDDED
@@ -200,21 +199,6 @@ def regenerate_command(
         errors.print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
     console.print(regenerated_lines(report) + f"\nwritten to {out}", markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command("card", epilog=example("dspark card runs/greedy.jsonl runs/sampled.jsonl --out runs/card.md"))
-def card_command(
-    rows: Annotated[list[Path], typer.Argument(help="Rows files of one target, with the notes beside them.")],
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write; without it, the card is printed.")] = None,
-    sample: Annotated[int, typer.Option(min=0, help="Rows to show as text, always the same ones.")] = 0,
-) -> None:
-    """What rows files hold and how they were made: sets, lengths, temperatures, loops, settings, as Markdown."""
-    card = printable(data_card(rows, sample))
-    if out is None:
-        print(card, end="")
-    else:
-        write_text(out, card)
-        console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("invent", epilog=example("dspark invent --count 2000 --out runs/prompts/invented.jsonl"))
@@ -412,6 +396,7 @@ app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target em
     doctor_command
 )
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
+app.command("card", epilog=example("dspark card runs/mine/best --report runs/bench/report.json"))(card_command)
 app.command("launch", epilog=example("dspark launch vllm kimi-k2.7-code --dry-run"))(launch_command)
 
 

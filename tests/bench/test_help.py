@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks import choices, engine, generate, train_step
 
-from dspark.checkpoints import builtin, card
+from dspark.checkpoints import builtin
 
 PROGRAMS = {
     "benchmarks/engine.py": engine.main,
@@ -16,7 +16,6 @@ PROGRAMS = {
     "benchmarks/choices.py": choices.main,
     "benchmarks/train_step.py": train_step.main,
     "dspark.checkpoints.builtin": builtin.main,
-    "dspark.checkpoints.card": card.main,
 }
 
 
@@ -52,4 +51,3 @@ def test_help_shows_defaults(name: str, lines: list[str], capsys: pytest.Capture
 def test_shipping_a_draft_warns_that_it_replaces_one(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(builtin.main, capsys)
     assert f"REPLACES the draft in {builtin.draft_folder('embedded')}" in text
-    assert "writes FOLDER/README.md" in shown(card.main, capsys)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dspark.checkpoints.card import read_training
 from dspark.checkpoints.native import PROMPTS_FILE, TRAINING_FILE
+from dspark.checkpoints.record import read_training
 from dspark.data.prompts import prompt_hash, read_prompt_hashes
 from dspark.data.rows import Row, notes_path, write_rows
 from dspark.targets.transformers import TransformersTarget

@@ -60,7 +60,7 @@ def test_overrides_reach_any_depth(tmp_path: Path) -> None:
         ("draft.block_sise=3", r"draft\.block_sise = 3"),
         ("draft.mask_token_id=50000", r"draft\.mask_token_id = 50000"),
         ("draft.target_layer_ids=[2, 30]", r"draft\.target_layer_ids = 30"),
-        ("nothing.at=1", r"nothing = .*unknown key; allowed here: data, draft, name, target, training"),
+        ("nothing.at=1", r"nothing = .*unknown key; allowed here: data, draft, name, serve, target, training"),
         ("training.steps", r"must be key=value"),
         ("name.inner=1", r"'name' is not a section"),
     ],

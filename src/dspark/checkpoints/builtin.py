@@ -1,13 +1,14 @@
 """Drafts by name: `embedded` is the one shipped with the package, anything else is a folder.
 
-    python -m dspark.checkpoints.builtin runs/mine/best --measured report.json
+    python -m dspark.checkpoints.builtin runs/mine/best
 
 makes a trained draft the shipped one: its weights in BF16, without the head's rows (they are taken from the target at
-load), training.json, training_prompts.txt and a model card.
+load), training.json, training_prompts.txt and the model card that `dspark card` has written beside them.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from dspark.checkpoints.card import arguments, card_of
 from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
 from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
@@ -34,27 +34,32 @@ def load_named_draft(name: str, dtype: torch.dtype = torch.float32) -> Draft:
     return load_draft(draft_folder(name), dtype)
 
 
-def ship(folder: str | Path, measured: str | Path | None = None, destination: str | Path | None = None) -> Path:
+def ship(folder: str | Path, destination: str | Path | None = None) -> Path:
     """Write the draft in `folder` over the shipped one (or to `destination`); returns where that is.
 
-    Raises DsparkError when the draft, its training.json or `measured` cannot be read or do not belong together; then
-    nothing is written.
+    Raises DsparkError when the draft cannot be read or has no card; then nothing is written.
     """
     folder = Path(folder)
     destination = draft_folder(EMBEDDED_DRAFT) if destination is None else Path(destination)
-    texts: dict[str, str | None] = {CARD_FILE: card_of(folder, measured)}
-    for name in (TRAINING_FILE, PROMPTS_FILE):
+    draft, texts = load_draft(folder), dict[str, str | None]()
+    for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE):
         texts[name] = (folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else None
-    save_draft(load_draft(folder), destination, lm_head=False, files=texts)
+    if texts[CARD_FILE] is None:
+        remedy = f"has no {CARD_FILE}; write it: dspark card {folder} --report report.json"
+        raise DsparkError("draft", str(folder), remedy)
+    save_draft(draft, destination, lm_head=False, files=texts)
     for path in destination.iterdir():
         path.chmod(0o644)
     return destination
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(f"{__doc__}\nIt REPLACES the draft in {draft_folder(EMBEDDED_DRAFT)}", argv)
+    about = f"{__doc__}\nIt REPLACES the draft in {draft_folder(EMBEDDED_DRAFT)}"
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a trained draft, e.g. runs/mine/best")
+    args = parser.parse_args(argv)
     try:
-        print(ship(args.folder, args.measured))
+        print(ship(args.folder))
     except DsparkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark.checkpoints.card import read_training
 from dspark.checkpoints.native import PROMPTS_FILE, TRAINING_FILE
+from dspark.checkpoints.record import read_training
 from dspark.data.prompts import read_prompt_hashes, write_prompt_hashes
 from dspark.data.rows import Row, read_rows, row_notes
 from dspark.machine import describe_machine

@@ -1,0 +1,1 @@
+"""A draft made public: its model card, the checks before it goes out, and the upload."""
