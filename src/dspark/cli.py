@@ -53,6 +53,7 @@ from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.kernels.library import library
 from dspark.publishing.card_command import card_command
+from dspark.publishing.publish_command import publish_command
 from dspark.serving.command import serve_command
 from dspark.serving.launch.launch_command import launch_command
 from dspark.targets.embedded import EMBEDDED
@@ -397,6 +398,7 @@ app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target em
 )
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
 app.command("card", epilog=example("dspark card runs/mine/best --report runs/bench/report.json"))(card_command)
+app.command("publish", epilog=example("dspark publish runs/mine/best --repo me/my-draft --dry-run"))(publish_command)
 app.command("launch", epilog=example("dspark launch vllm kimi-k2.7-code --dry-run"))(launch_command)
 
 

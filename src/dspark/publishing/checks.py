@@ -1,0 +1,132 @@
+"""What must be right of a draft folder before it is published: its files, tensors, card and words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.checkpoints.native import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, load_draft, read_config
+from dspark.checkpoints.tensors import tensor_shapes
+from dspark.doctor.static import static_checks
+from dspark.drafts.config import DraftConfig
+from dspark.errors import DsparkError
+from dspark.publishing.card import front_matter, stale_facts
+from dspark.publishing.evaluation import evaluation, report_of
+from dspark.targets.converted import sha256
+
+_TEXTS = (".json", ".md", ".txt")
+_PLACES = "home|root|Users|tmp|var|mnt|data|work|workspace|opt|srv|scratch|media|private"
+_PATH = re.compile(rf"(?<![\w.:/~-])(?:~/|/(?:{_PLACES})/)[^\s\"'`)|]+|\b[A-Za-z]:\\\w[^\s\"'`)|]*")
+_EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file that would go out. size: bytes."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def uploads(folder: Path) -> list[Upload]:
+    """Every file of the folder, by name."""
+    found = sorted(path for path in folder.iterdir() if path.is_file())
+    return [Upload(path.name, path.stat().st_size, sha256(path)) for path in found]
+
+
+def faults(folder: Path, report: Path | None = None) -> list[str]:
+    """What is wrong, one line each; empty when the folder can go out. report: the card must have its figures.
+
+    Raises DsparkError when there is no config that can be read, or the report is of other weights.
+    """
+    config, _ = read_config(folder)
+    if not isinstance(config, DraftConfig):
+        raise DsparkError("draft", str(folder), "is an EAGLE-3 baseline; only DSpark and DFlash drafts are published")
+    found = [*_files(folder), *_tensors(folder, config), *_card(folder, config, report), *_paths(folder)]
+    return found or list(_doctor(folder, config))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """One safetensors file; beside it texts and a licence, and nothing else."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        yield f"{WEIGHTS_FILE} is missing; a published draft has one safetensors file"
+    for path in sorted(folder.iterdir()):
+        text = path.suffix in _TEXTS or path.name.startswith("LICENSE")
+        if path.name.endswith((".safetensors", ".index.json")) and path.name != WEIGHTS_FILE:
+            yield f"{path.name}: a published draft has one safetensors file, {WEIGHTS_FILE}"
+        elif path.is_symlink() or not path.is_file():
+            yield f"{path.name} is no plain file; take it away"
+        elif path.name != WEIGHTS_FILE and (not text or path.name.startswith(".")):
+            yield f"{path.name} is no part of a draft (weights, {', '.join(_TEXTS)}, LICENSE); take it away"
+
+
+def _tensors(folder: Path, config: DraftConfig) -> Iterator[str]:
+    """The draft's own tensors, all of them, and none of the target's."""
+    try:
+        shapes = tensor_shapes(folder)[0]
+        own = [name for name in _EMBEDDINGS if name in shapes]
+        if shapes.get("lm_head.weight") == (config.vocab_size, config.hidden_size):
+            own.append("lm_head.weight")
+        if own:
+            yield f"{WEIGHTS_FILE} holds the target's weights ({', '.join(own)}); dspark convert leaves them out"
+        else:
+            load_draft(folder)
+    except DsparkError as error:
+        yield str(error)
+
+
+def _card(folder: Path, config: DraftConfig, report: Path | None) -> Iterator[str]:
+    """A card with a licence, true to the config and, when given, to the report."""
+    write = f"dspark card {folder}"
+    try:
+        card = (folder / CARD_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        yield f"{CARD_FILE} is missing or no text; write it: {write} --report report.json"
+        return
+    if not front_matter(folder).get("license"):
+        yield f"{CARD_FILE} names no licence; write it again: {write} --license NAME"
+    for fact in stale_facts(config, card):
+        yield f"{CARD_FILE} does not have the {fact} of {CONFIG_FILE}; write it again: {write}"
+    if report is not None and evaluation(report_of(report, folder)) not in card:
+        yield f"{CARD_FILE} does not have the figures of {report}; write it again: {write} --report {report}"
+
+
+def _paths(folder: Path) -> Iterator[str]:
+    """Paths of this machine in texts that go out."""
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.suffix not in _TEXTS:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            found = list(_of_json(json.loads(text))) if path.suffix == ".json" else _PATH.findall(text)
+        except ValueError as error:
+            yield f"{path.name} cannot be read ({' '.join(str(error).split())})"
+            continue
+        if found:
+            yield f"{path.name} holds a path of this machine ({found[0]}); only names may stay"
+
+
+def _of_json(value: Any) -> Iterator[str]:
+    """Paths in any text of a JSON value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _of_json(key)
+            yield from _of_json(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _of_json(inner)
+    elif isinstance(value, str):
+        whole = value.startswith("/") and value.count("/") > 1
+        yield from [value] if whole else _PATH.findall(value)
+
+
+def _doctor(folder: Path, config: DraftConfig) -> Iterator[str]:
+    """What the static checks find broken; a target that is not to be had is not compared."""
+    for one in static_checks(config.target_name, str(folder)):
+        if one.level == "broken":
+            yield f"doctor, {one.check}: {one.text}"
