@@ -16,6 +16,7 @@ from dspark.drafts.dspark import DSparkDraft
 from dspark.kernels.library import kind
 
 COMMANDS = ["generate", "invent", "regenerate", "card", "train", "replay", "inspect", "doctor", "demo", "serve"]
+COMMANDS += ["launch", "publish"]
 
 
 @pytest.fixture(scope="session")

@@ -397,7 +397,7 @@ app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target em
     doctor_command
 )
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
-app.command("card", epilog=example("dspark card runs/mine/best --report runs/bench/report.json"))(card_command)
+app.command("card", epilog=example("dspark card runs/mine/best --report runs/ab/report.json"))(card_command)
 app.command("publish", epilog=example("dspark publish runs/mine/best --repo me/my-draft --dry-run"))(publish_command)
 app.command("launch", epilog=example("dspark launch vllm kimi-k2.7-code --dry-run"))(launch_command)
 

@@ -58,7 +58,10 @@ def _vllm(command: Command, config: Config | None) -> Iterator[str]:
         "--speculative-config, or VLLM_BATCH_INVARIANT=1, goes without"
     )
     if not speculation.get("enable_adaptive_verification") and _has_confidence(config):
-        yield "the draft's confidence head is not used; --adaptive turns vLLM's adaptive verification on"
+        yield (
+            "the draft's confidence head is not used; --adaptive turns on vLLM's adaptive verification, which needs "
+            "full CUDA graphs"
+        )
 
 
 def _sglang(command: Command, config: Config | None) -> Iterator[str]:
