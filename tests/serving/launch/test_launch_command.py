@@ -86,7 +86,9 @@ def test_another_form_is_converted_once_and_the_dry_run_says_how(run, tiny_llama
     assert done.returncode == 7, done.stderr  # the engine's own exit code: the process became it
     assert read_config(made)[1]  # holds the head's rows now
     assert seen()[:2] == ["serve", str(tiny_llama_folder)] and seen()[2:4] == ["--port", "8001"]
-    assert run(*base, "--dry-run")[1] == second  # nothing is left to convert
+    code, out, err = run(*base, "--dry-run")
+    assert (code, out) == (2, "") and "exists already; give it as --draft" in err
+    assert run(*base[:-2], "--draft", made, "--dry-run")[1] == second
 
 
 def fake_engine(folder: Path, name: str, monkeypatch):
@@ -170,3 +172,48 @@ def test_llamacpp_gets_a_gguf_of_the_shipped_draft(embedded_path, run, tmp_path,
     ready.convert()
     again = ready_draft("llamacpp", target, str(out))
     assert again.convert is None and again.path == str(out) and again.config == ready.config
+
+
+def test_the_cache_is_used_again_for_the_same_files_only(tiny_llama_folder, tmp_path):
+    draft = make_draft(tmp_path / "reduced", tiny_llama_folder, draft_vocab_size=40)
+    first = ready_draft("vllm", str(tiny_llama_folder), str(draft))
+    assert first.convert is not None
+    first.convert()
+    again = ready_draft("vllm", str(tiny_llama_folder), str(draft))
+    assert again.convert is None and again.path == first.path and again.config == first.config
+    make_draft(draft, tiny_llama_folder, draft_vocab_size=50)
+    changed = ready_draft("vllm", str(tiny_llama_folder), str(draft))
+    assert changed.convert is not None and changed.path != first.path
+
+
+DFLASH = {"sample_from_anchor": False, "block_size": 8, "target_layer_ids": (0, 1, 2)}
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", "--speculative-config"), ("sglang", "--speculative-algorithm")])
+def test_plain_dflash_is_converted_to_its_own_form(run, tiny_llama_folder, tmp_path, engine, flag):
+    plain = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    draft = make_draft(tmp_path / "plain", tiny_llama_folder, **plain, **DFLASH)
+    code, out, err = run("launch", engine, "--target", tiny_llama_folder, "--draft", draft, "--dry-run")
+    assert code == 0, err
+    by_hand, command = out.split("\n", 1)
+    assert "--to z-lab" in by_hand
+    words = command_of(command)
+    assert "dflash" in words[words.index(flag) + 1].lower()
+    ready = ready_draft(engine, str(tiny_llama_folder), str(draft))
+    assert ready.convert is not None
+    ready.convert()
+    assert (Path(ready.path) / "model.safetensors").is_file()
+    assert run("launch", engine, "--target", tiny_llama_folder, "--draft", draft, "--dry-run")[1] == command
+
+
+def test_what_no_form_can_express_is_refused_before_anything_is_written(run, tiny_llama_folder, tmp_path):
+    gated = make_draft(tmp_path / "gated", tiny_llama_folder, markov_head_type="gated")
+    code, out, err = run("launch", "vllm", "--target", tiny_llama_folder, "--draft", gated, "--dry-run")
+    assert (code, out) == (2, "") and err == (
+        "error: markov_head_type = 'gated': vLLM serves vanilla Markov heads only\n"
+    )
+    bonus = make_draft(
+        tmp_path / "bonus", tiny_llama_folder, sample_from_anchor=False, block_size=8, draft_vocab_size=40
+    )
+    code, out, err = run("launch", "sglang", "--target", tiny_llama_folder, "--draft", bonus, "--dry-run")
+    assert (code, out) == (2, "") and "error: sample_from_anchor = False: SGLang reads" in err

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
-from dspark.checkpoints.convert import Checkpoint, convert, read_checkpoint
+from dspark.checkpoints.convert import Checkpoint, convert, document_for, read_checkpoint
 from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
-from dspark.checkpoints.engines import check_sglang, check_vllm
 from dspark.checkpoints.gguf import export_gguf, read_gguf
 from dspark.checkpoints.native import CONFIG_FILE, WEIGHTS_FILE, read_config
 from dspark.drafts.config import DraftConfig
@@ -65,7 +64,10 @@ def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -
     form, expanded = form_for(engine, read.config)
     if _as_it_is(engine, read, form, expanded):
         return Ready(str(folder), read.config)
-    return _as_form(draft, target, read, form, expanded, _cached(folder, form, out))
+    place = out or _cached(folder, form, target)
+    if out is None and (place / CONFIG_FILE).is_file():
+        return Ready(str(place), read.config)  # converted before
+    return _as_form(draft, target, read, form, expanded, _new(place))
 
 
 def known_recipe(draft: str) -> Recipe | None:
@@ -80,17 +82,21 @@ def known_recipe(draft: str) -> Recipe | None:
 def form_for(engine: str, config: DraftConfig) -> tuple[str, bool]:
     """The form that an engine serves this draft from, and whether its vocabulary has to be expanded for it.
 
-    Raises DsparkError for what the engine cannot serve.
+    Raises DsparkError for what that form, and so the engine, cannot express.
     """
-    if config.markov_rank == 0:
-        return "z-lab", False
+    form, expanded = _form(engine, config)
+    written = config.model_copy(update={"draft_vocab_size": config.vocab_size}) if expanded else config
+    document_for(written, form, written.reduced, Checkpoint(form, written, {}, written.reduced, []))
+    return form, expanded
+
+
+def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
+    if config.markov_rank == 0:  # plain DFlash; z-lab's form has the whole vocabulary only
+        return ("speculators", False) if engine == "vllm" and config.reduced else ("z-lab", False)
     if engine == "vllm":
-        check_vllm(config, [])
         return "vllm", False
-    whole = config.model_copy(update={"draft_vocab_size": config.vocab_size})
     if not config.sample_from_anchor and not config.reduced:
-        return "speculators", False
-    check_sglang(whole, [])
+        return "speculators", False  # which says the layout, as SGLang's native form cannot
     return "sglang", config.reduced
 
 
@@ -104,8 +110,6 @@ def _as_it_is(engine: str, read: Checkpoint, form: str, expanded: bool) -> bool:
 
 
 def _as_form(draft: str, target: str, read: Checkpoint, form: str, expanded: bool, place: Path) -> Ready:
-    if (place / CONFIG_FILE).is_file():
-        return Ready(str(place), read.config)
     source = target if Path(target).is_dir() else None
     words = ["dspark", "convert", draft, str(place), "--to", form]
     words += ["--target", source] if source else []
@@ -117,9 +121,10 @@ def _as_gguf(draft: str, folder: Path, target: str, out: Path | None) -> Ready:
     config = read_config(folder)[0]
     if not isinstance(config, DraftConfig):
         raise DsparkError("draft", draft, "is an EAGLE-3 baseline; only DSpark and DFlash drafts are written as GGUF")
-    path = out if out is not None and out.suffix == ".gguf" else _cached(folder, "gguf", out) / "draft.gguf"
-    if path.is_file():
-        return Ready(str(path), config)
+    path = out or _cached(folder, "gguf", target) / "draft.gguf"
+    if out is None and path.is_file():
+        return Ready(str(path), config)  # written before
+    _new(path)
 
     def write() -> None:
         loaded = load_named_draft(draft)
@@ -155,13 +160,17 @@ def _architectures(folder: Path) -> Any:
         return None  # read_checkpoint says what is wrong
 
 
-def _cached(folder: Path, form: str, out: Path | None) -> Path:
-    """Where the converted draft goes: `out`, or a place in the cache that changes with the draft's files."""
-    if out is not None:
-        return out
+def _new(place: Path) -> Path:
+    """A place to write to. Raises DsparkError when something is there: whose draft it is, nothing tells."""
+    if place.is_file() or (place.is_dir() and any(place.iterdir())):
+        raise DsparkError("out", str(place), "exists already; give it as --draft, or choose another place")
+    return place
+
+
+def _cached(folder: Path, form: str, target: str) -> Path:
+    """Where a converted draft goes: a place in the cache that changes with the draft's files and the target's."""
     digest = hashlib.sha256()
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        path = folder / name
+    for path in (folder / CONFIG_FILE, folder / WEIGHTS_FILE, Path(target), Path(target) / CONFIG_FILE):
         if path.is_file():
             stat = path.stat()
             digest.update(f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
