@@ -173,3 +173,9 @@ def test_a_hub_that_refuses_or_is_not_there_is_one_line(folder: Path, hub: Hub, 
         assert str(error.value).startswith("push = 'me/mine': failed: ") and "\n" not in str(error.value)
         assert "hf_secret" not in str(error.value)
     assert hub.commits == []
+
+
+def test_a_target_that_nobody_else_has(make_draft, tmp_path: Path) -> None:
+    place = trained(make_draft, tmp_path / "best", target_name="tiny")
+    (place / CARD_FILE).write_text(card_of(place, licence="mit"))
+    assert len(faults(place)) == 1 and "tiny" in faults(place)[0]

@@ -126,7 +126,10 @@ def _of_json(value: Any) -> Iterator[str]:
 
 
 def _doctor(folder: Path, config: DraftConfig) -> Iterator[str]:
-    """What the static checks find broken; a target that is not to be had is not compared."""
-    for one in static_checks(config.target_name, str(folder)):
-        if one.level == "broken":
-            yield f"doctor, {one.check}: {one.text}"
+    """What the static checks find broken. A target of the hub that cannot be had is not compared."""
+    try:
+        found = static_checks(config.target_name, str(folder))
+    except DsparkError as error:
+        yield str(error)
+        return
+    yield from (f"doctor, {one.check}: {one.text}" for one in found if one.level == "broken")

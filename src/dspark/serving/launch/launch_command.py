@@ -36,7 +36,7 @@ def launch_command(
     draft: Annotated[
         str | None, typer.Option(help="Draft folder, `embedded`, a hub name; for llama.cpp also a .gguf file.")
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", help="Draft tokens a round  [default: the draft's gamma]")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="Draft tokens a round; without it the draft's gamma.")] = None,
     tp: Annotated[int | None, typer.Option(help="Devices that share the target (tensor parallelism).")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a request at most, prompt and answer.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
@@ -45,7 +45,7 @@ def launch_command(
     flag: Annotated[
         list[str] | None, typer.Option(help="Further engine flag, NAME or NAME=VALUE; repeatable. Unknown: refused.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where a converted draft goes  [default: the cache]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where a converted draft goes; without it the cache.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and change nothing.")] = False,
 ) -> None:
     """Serve a pair with another engine: its exact command, checked against the flags of the version known here.
@@ -109,7 +109,13 @@ def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: i
     pending = prepared.convert is not None
     known = known_recipe(draft)
     checked = known.name if known is not None else draft if pending else prepared.path
-    found = static_checks(target, checked, None if pending else chosen.key, context)
+    try:
+        found = static_checks(target, checked, None if pending else chosen.key, context)
+    except DsparkError as error:
+        if chosen.key != "llamacpp":
+            raise
+        _say([f"the doctor did not compare the draft with its target: {error}"])
+        return
     broken = [one for one in found if one.level == "broken"]
     said = [one for one in found if one.level == "loses" or (one.level == "note" and one.check not in OWN_NOTES)]
     _say(_line(one) for one in said)
