@@ -70,6 +70,12 @@ def test_round_trip(make_draft, tmp_path, changes) -> None:
         assert (tmp_path / "draft" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+def test_everybody_who_may_read_the_config_may_read_the_weights(make_draft, tmp_path) -> None:
+    save_draft(make_draft(), tmp_path / "draft")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "draft").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_the_file_holds_exactly_the_published_names_in_bf16(make_draft, tmp_path) -> None:
     save_draft(make_draft(), tmp_path / "draft")
     tensors = load_file(tmp_path / "draft" / "model.safetensors")

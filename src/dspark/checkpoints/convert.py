@@ -30,7 +30,7 @@ from dspark.checkpoints.native import (
     write_checkpoint,
 )
 from dspark.checkpoints.qwen3 import own_json
-from dspark.checkpoints.read import GGUF_SUFFIX, Checkpoint, draft_of, read_checkpoint
+from dspark.checkpoints.read import GGUF_SUFFIX, Checkpoint, Header, draft_of, read_checkpoint
 from dspark.checkpoints.specforge import specforge_to_json
 from dspark.checkpoints.speculators import speculators_to_json
 from dspark.checkpoints.zlab import RENAMED, Form, config_for
@@ -111,7 +111,7 @@ def _in_form(
     return document_for(config, form, LM_HEAD in tensors, read), tensors
 
 
-def document_for(config: DraftConfig, form: str, lm_head: bool, read: Checkpoint) -> dict[str, Any]:
+def document_for(config: DraftConfig, form: str, lm_head: bool, read: Checkpoint | Header) -> dict[str, Any]:
     """The config.json of the goal. Raises DsparkError for what it cannot express, and adds to read.notes."""
     if form == "k3_dspark":
         return k3_to_json(config, read.lm_head)

@@ -147,6 +147,7 @@ def write_checkpoint(
         for name, content in {**(files or {}), CONFIG_FILE: text}.items():
             if content is not None:
                 (staging / name).write_text(content, encoding="utf-8")
+        shutil.copymode(staging / CONFIG_FILE, staging / WEIGHTS_FILE)  # save_file keeps it from everybody else
         for path in staging.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from dspark.checkpoints.engines import check_sglang, check_vllm
+from dspark.checkpoints.convert import EAGLE3_FORMS
+from dspark.checkpoints.engines import check_eagle3, check_sglang, check_vllm
 from dspark.checkpoints.gguf import metadata
 from dspark.checkpoints.speculators import speculators_to_json
 from dspark.doctor.draft import DraftFacts
@@ -57,14 +58,22 @@ def _refuse(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[str
     if engine == "vllm" and target.architecture in VLLM_WITHOUT_TAPS:
         raise DsparkError("target", target.architecture, "its class has no hidden states for a draft in vLLM 0.32")
     if isinstance(draft.config, Eagle3Config):
-        _refuse_eagle3(draft.config, engine)
+        if engine == "llamacpp":
+            raise DsparkError("draft", "eagle3", "only DSpark and DFlash drafts are written for llama.cpp here")
+        check_eagle3(draft.config, engine, EAGLE3_FORMS, notes)
         return
     assert isinstance(draft.config, DraftConfig)
     if engine == "llamacpp":
         metadata(draft.config)
         if draft.form != "gguf":
-            notes.append("wants a .gguf file: python -m dspark.checkpoints.gguf DRAFT TARGET.gguf draft.gguf")
+            notes.append("wants a .gguf file: dspark convert DRAFT draft.gguf --to gguf --target TARGET.gguf")
         return
+    if draft.form == "k3_dspark" and engine == "vllm":
+        return
+    if draft.config.attention == "mla":
+        raise DsparkError(
+            "attention", "mla", "only vLLM serves such a draft, in the form of dspark convert --to k3_dspark"
+        )
     if draft.form in ("gguf", "specforge"):
         raise DsparkError("draft", draft.form, f"{engine} does not load this form; dspark convert --to {engine} does")
     if draft.form == "z-lab":
@@ -73,15 +82,6 @@ def _refuse(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[str
         _refuse_vllm(draft, draft.config, notes)
     else:
         _refuse_sglang(draft, draft.config, notes)
-
-
-def _refuse_eagle3(config: Eagle3Config, engine: str) -> None:
-    if engine == "llamacpp":
-        raise DsparkError("draft", "eagle3", "only DSpark and DFlash drafts are written for llama.cpp here")
-    if config.attention == "mla" and engine == "sglang":
-        raise DsparkError("attention", "mla", "this form is vLLM's; SGLang has no such draft")
-    if config.attention == "mla" and config.q_lora_rank is None:
-        raise DsparkError("q_lora_rank", None, "vLLM's MLA draft needs one")
 
 
 def _refuse_vllm(draft: DraftFacts, config: DraftConfig, notes: list[str]) -> None:

@@ -163,7 +163,7 @@ def test_llamacpp_gets_a_gguf_of_the_shipped_draft(embedded_path, run, tmp_path,
     code, printed, err = run(*base, "--dry-run")
     assert code == 0 and not out.exists(), err
     by_hand, command = printed.split("\n", 1)
-    assert shlex.split(by_hand)[:3] == ["python", "-m", "dspark.checkpoints.gguf"]
+    assert shlex.split(by_hand)[:2] == ["dspark", "convert"]
     words = command_of(command)
     assert words[words.index("--model-draft") + 1] == str(out)
     target = words[words.index("--model") + 1]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
-from dspark.checkpoints.convert import Checkpoint, convert, document_for, read_checkpoint
-from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
-from dspark.checkpoints.gguf import export_gguf, read_gguf
-from dspark.checkpoints.native import CONFIG_FILE, WEIGHTS_FILE, read_config
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
+from dspark.checkpoints.convert import EAGLE3_FORMS, convert, document_for
+from dspark.checkpoints.engines import check_eagle3
+from dspark.checkpoints.native import CONFIG_FILE, WEIGHTS_FILE
+from dspark.checkpoints.read import GGUF_SUFFIX, Header, read_header
 from dspark.drafts.config import DraftConfig
-from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import Config
 from dspark.errors import DsparkError
 from dspark.targets.embedded import EMBEDDED, cache_directory, ensure_embedded, find_gguf
@@ -52,15 +50,13 @@ def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -
     Raises DsparkError for a draft that cannot be read, or that no form makes this engine serve.
     """
     folder = draft_folder(draft)
-    if draft.endswith(".gguf") and folder.is_file():
+    if folder.suffix == GGUF_SUFFIX and folder.is_file():
         return _gguf_file(engine, draft)
     if not folder.is_dir():
         return _elsewhere(engine, draft)
     if engine == "llamacpp":
         return _as_gguf(draft, folder, target, out)
-    if _architectures(folder) in [[name] for name in EAGLE3.values()]:
-        return Ready(str(folder), read_config(folder)[0])  # both engines load it as it is
-    read = read_checkpoint(folder, target if Path(target).is_dir() else None)
+    read = read_header(folder, target if Path(target).is_dir() else None)
     form, expanded = form_for(engine, read.config)
     if _as_it_is(engine, read, form, expanded):
         return Ready(str(folder), read.config)
@@ -79,14 +75,17 @@ def known_recipe(draft: str) -> Recipe | None:
     return None
 
 
-def form_for(engine: str, config: DraftConfig) -> tuple[str, bool]:
+def form_for(engine: str, config: Config) -> tuple[str, bool]:
     """The form that an engine serves this draft from, and whether its vocabulary has to be expanded for it.
 
     Raises DsparkError for what that form, and so the engine, cannot express.
     """
+    if isinstance(config, Eagle3Config):
+        check_eagle3(config, engine, EAGLE3_FORMS, [])
+        return engine, False
     form, expanded = _form(engine, config)
     written = config.model_copy(update={"draft_vocab_size": config.vocab_size}) if expanded else config
-    document_for(written, form, written.reduced, Checkpoint(form, written, {}, written.reduced, []))
+    document_for(written, form, written.reduced, Header(Path(), form, written, {}, written.reduced, []))
     return form, expanded
 
 
@@ -94,14 +93,16 @@ def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
     if config.markov_rank == 0:  # plain DFlash; z-lab's form has the whole vocabulary only
         return ("speculators", False) if engine == "vllm" and config.reduced else ("z-lab", False)
     if engine == "vllm":
-        return "vllm", False
+        return ("k3_dspark" if config.attention == "mla" else "vllm"), False
     if not config.sample_from_anchor and not config.reduced:
         return "speculators", False  # which says the layout, as SGLang's native form cannot
     return "sglang", config.reduced
 
 
-def _as_it_is(engine: str, read: Checkpoint, form: str, expanded: bool) -> bool:
+def _as_it_is(engine: str, read: Header, form: str, expanded: bool) -> bool:
     """Whether the engine loads the folder without a conversion."""
+    if read.form == "eagle3":
+        return True
     if engine == "vllm" and read.config.reduced and not read.lm_head:
         return False  # it needs the head's rows in the file
     if engine == "vllm" and read.form == "speculators":
@@ -109,7 +110,7 @@ def _as_it_is(engine: str, read: Checkpoint, form: str, expanded: bool) -> bool:
     return not expanded and read.form == ("native" if form == engine else form)
 
 
-def _as_form(draft: str, target: str, read: Checkpoint, form: str, expanded: bool, place: Path) -> Ready:
+def _as_form(draft: str, target: str, read: Header, form: str, expanded: bool, place: Path) -> Ready:
     source = target if Path(target).is_dir() else None
     words = ["dspark", "convert", draft, str(place), "--to", form]
     words += ["--target", source] if source else []
@@ -118,28 +119,22 @@ def _as_form(draft: str, target: str, read: Checkpoint, form: str, expanded: boo
 
 
 def _as_gguf(draft: str, folder: Path, target: str, out: Path | None) -> Ready:
-    config = read_config(folder)[0]
-    if not isinstance(config, DraftConfig):
+    config = read_header(folder).config
+    if isinstance(config, Eagle3Config):
         raise DsparkError("draft", draft, "is an EAGLE-3 baseline; only DSpark and DFlash drafts are written as GGUF")
     path = out or _cached(folder, "gguf", target) / "draft.gguf"
     if out is None and path.is_file():
         return Ready(str(path), config)  # written before
     _new(path)
-
-    def write() -> None:
-        loaded = load_named_draft(draft)
-        assert isinstance(loaded, DSparkDraft)
-        export_gguf(loaded, path, target)
-
-    words = ("python", "-m", "dspark.checkpoints.gguf", draft, target, str(path))
-    return Ready(str(path), config, write, words)
+    words = ("dspark", "convert", draft, str(path), "--to", "gguf", "--target", target)
+    return Ready(str(path), config, lambda: convert(draft, "gguf", path, target), words)
 
 
 def _gguf_file(engine: str, draft: str) -> Ready:
     if engine != "llamacpp":
         raise DsparkError("draft", draft, "is a GGUF file, which only llama.cpp takes; give a folder")
     try:
-        return Ready(draft, read_gguf(draft).config)
+        return Ready(draft, read_header(Path(draft)).config)
     except DsparkError:
         return Ready(draft, None)  # another program's
 
@@ -151,13 +146,6 @@ def _elsewhere(engine: str, draft: str) -> Ready:
         raise DsparkError("draft", draft, remedy)
     recipe = known_recipe(draft)
     return Ready(draft, None if recipe is None else recipe.draft_config())
-
-
-def _architectures(folder: Path) -> Any:
-    try:
-        return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("architectures")
-    except (OSError, ValueError, AttributeError):
-        return None  # read_checkpoint says what is wrong
 
 
 def _new(place: Path) -> Path:
