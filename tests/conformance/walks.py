@@ -1,0 +1,171 @@
+"""A greedy answer as a walk of rounds, by our engine and by another one, and what differs between the two.
+
+Two engines add the same numbers in another order, so a choice between two nearly equal logits may fall differently.
+Such a choice is a tie when OUR two largest logits there are less than `TIE` apart; every other difference is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dspark.decoding.drafting import Proposal
+from dspark.decoding.engine import Engine
+from dspark.decoding.proposers import DSparkProposer, NoProposer, make_proposer
+from dspark.decoding.request import Active, Request
+from dspark.drafts.dspark import DSparkDraft
+from dspark.targets.base import Target
+
+TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One round: tokens of the answer before it, the draft's tokens, how many were kept, and by how much each drafted
+    token's logit was the largest (ours only)."""
+
+    at: int
+    drafts: list[int]
+    accepted: int
+    margins: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """An answer's ids and rounds. margins: by how much each id's logit was the largest (ours only)."""
+
+    ids: list[int]
+    rounds: list[Seen]
+    margins: list[float] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> int:
+        return sum(one.accepted for one in self.rounds)
+
+
+class _Noting(DSparkProposer):
+    """Proposes as ever, and notes what and how clearly: request -> [(at, drafts, margins)]."""
+
+    def __init__(self, draft: DSparkDraft, n: int) -> None:
+        super().__init__(draft, n)
+        self.noted: dict[int, list[tuple[int, list[int], list[float]]]] = {}
+
+    @torch.no_grad()
+    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+        proposals = super().propose(batch)
+        for active, proposal in zip(batch, proposals, strict=True):
+            noted = len(active.result.output_ids), list(proposal.tokens), self._margins(active, proposal.tokens)
+            self.noted.setdefault(active.index, []).append(noted)
+        return proposals
+
+    def _margins(self, active: Active, tokens: Sequence[int]) -> list[float]:
+        hidden = self.draft.block_hidden([(active.context, active.ids[-1])], self.n)
+        base, state = self.draft.base_logits(hidden), self.draft.markov_start(1)
+        margins = []
+        for slot, previous in enumerate([active.ids[-1], *tokens[:-1]]):
+            logits, state = self.draft.slot_logits(base[:, slot], hidden[:, slot], torch.tensor([previous]), state)
+            first, second = logits[0].topk(2).values.tolist()
+            margins.append(first - second)
+        return margins
+
+
+def our_walks(
+    target: Target, draft: DSparkDraft | None, n: int, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[Walk]:
+    """Our engine's greedy answers; draft None: plain decoding."""
+    proposer: NoProposer | _Noting = NoProposer()
+    if draft is not None:
+        make_proposer(target, draft, n)  # binds and packs it
+        proposer = _Noting(draft, n)
+    engine = Engine(target, proposer, max_batch=len(prompts))
+    requests = [Request(ids, max_tokens=max_tokens, logprobs=2) for ids in prompts]
+    walks = {}
+    for index, result in engine.run(requests):
+        margins = [one.top[0][1] - one.top[1][1] for one in result.logprobs]
+        noted = proposer.noted[index] if isinstance(proposer, _Noting) else []
+        rounds = [
+            Seen(at, drafts, one.accepted, clear)
+            for (at, drafts, clear), one in zip(noted, result.rounds, strict=bool(noted))
+        ]
+        walks[index] = Walk(result.output_ids, rounds, margins)
+    return [walks[index] for index in range(len(prompts))]
+
+
+def their_walk(ids: list[int], rounds: Sequence[tuple[list[int], list[int]]]) -> Walk:
+    """A walk from rounds of (draft tokens, tokens that came out), of which the answer may have cut the last ones."""
+    at, seen = 1, []
+    for drafts, made in rounds:
+        if at < len(ids):
+            seen.append(Seen(at, drafts, min(len(made) - 1, len(ids) - at)))
+        at += len(made)
+    return Walk(ids, seen)
+
+
+@dataclass
+class Comparison:
+    """equal: rounds with the same drafts and the same accepted count; alone: rounds that one side has and the other
+    has not, all after a tie of the same answer; faults: differences that no tie explains."""
+
+    answers: int = 0
+    same_answers: int = 0
+    rounds: int = 0
+    equal: int = 0
+    alone: int = 0
+    ties: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    ours: int = 0
+    theirs: int = 0
+
+    def __str__(self) -> str:
+        ours, theirs = (1 + total / max(self.rounds, 1) for total in (self.ours, self.theirs))
+        return (
+            f"{self.same_answers} of {self.answers} answers equal, {self.rounds} rounds compared, {self.equal} equal, "
+            f"{len(self.ties)} ties, {self.alone} rounds of one side after a tie, {len(self.faults)} faults; "
+            f"acceptance length {theirs:.3f}, ours {ours:.3f}"
+        )
+
+
+def compare(ours: Sequence[Walk], theirs: Sequence[Walk]) -> Comparison:
+    """Answers pairwise: ids, and at every position where both drafted, the draft tokens and the accepted count."""
+    found = Comparison(answers=len(ours))
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        ties = len(found.ties)
+        end = _compare_ids(f"answer {index}", mine, other, found)
+        a = {one.at: one for one in mine.rounds if one.at < end}
+        b = {one.at: one for one in other.rounds if one.at < end}
+        for at in sorted(set(a) & set(b)):
+            _compare_round(f"answer {index}, token {at}", a[at], b[at], end, found)
+        found.alone += len(set(a) ^ set(b))
+        if set(a) != set(b) and len(found.ties) == ties:
+            found.faults.append(f"answer {index}: rounds at {sorted(set(a) ^ set(b))} on one side only")
+    return found
+
+
+def _compare_ids(where: str, mine: Walk, other: Walk, found: Comparison) -> int:
+    """How far the two answers are the same."""
+    if mine.ids == other.ids:
+        found.same_answers += 1
+        return len(mine.ids)
+    both = zip(mine.ids, other.ids, strict=False)
+    end = next((i for i, (a, b) in enumerate(both) if a != b), min(len(mine.ids), len(other.ids)))
+    tie = end < len(mine.margins) and mine.margins[end] < TIE
+    margin = f"{mine.margins[end]:.2g}" if end < len(mine.margins) else "none"
+    (found.ties if tie else found.faults).append(f"{where}: other ids from token {end}, our margin {margin}")
+    return end
+
+
+def _compare_round(where: str, mine: Seen, other: Seen, end: int, found: Comparison) -> None:
+    found.rounds += 1
+    found.ours += min(mine.accepted, end - mine.at)
+    found.theirs += min(other.accepted, end - other.at)
+    both = zip(mine.drafts, other.drafts, strict=True)
+    slot = next((i for i, (a, b) in enumerate(both) if a != b), None)
+    if slot is not None:
+        text = f"{where}, slot {slot + 1}: {other.drafts[slot]}, ours {mine.drafts[slot]} by {mine.margins[slot]:.2g}"
+        (found.ties if mine.margins[slot] < TIE else found.faults).append(text)
+    elif min(mine.accepted, end - mine.at) != min(other.accepted, end - other.at):
+        found.faults.append(f"{where}: {other.accepted} accepted, ours {mine.accepted}")
+    else:
+        found.equal += 1
