@@ -1,6 +1,6 @@
 """Runs under an interpreter that has `xllamacpp`: answers prompts of ids, one JSON line in, one out.
 
-python llamacpp_child.py '{"target": FILE, "draft": FILE or null, "n": 7, "threads": 1, "context": 512, "cache": "f16"}'
+python llamacpp_child.py '{"target": FILE, "draft": FILE or null, "n": 7, "threads": 1, "context": 512}'
 
 The answer is streamed with timings at every token, whose draft counters tell which tokens came from one round.
 """
@@ -22,13 +22,12 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path = asked["target"]
     params.n_ctx, params.n_parallel, params.cache_prompt = asked["context"], 1, False
-    cache = getattr(xllamacpp.ggml_type, "GGML_TYPE_" + asked["cache"].upper())
     speculative = params.speculative.draft
     if asked["draft"]:
         speculative.mparams.path, speculative.n_max = asked["draft"], asked["n"]
     for one in (params, speculative):
         one.cpuparams.n_threads = one.cpuparams_batch.n_threads = asked["threads"]
-        one.cache_type_k = one.cache_type_v = cache
+        one.cache_type_k = one.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
     print(json.dumps({"version": xllamacpp.BUILD_INFO}), file=out, flush=True)
     for line in sys.stdin:

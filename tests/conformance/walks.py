@@ -6,6 +6,7 @@ Such a choice is a tie when OUR two largest logits there are less than `TIE` apa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,8 +24,8 @@ TIE = 1e-3
 
 @dataclass(frozen=True)
 class Seen:
-    """One round: tokens of the answer before it, the draft's tokens, how many were kept, and by how much each drafted
-    token's logit was the largest (ours only)."""
+    """One round: tokens of the answer before it, the draft's tokens (empty: not told), how many were kept, and by how
+    much each drafted token's logit was the largest (ours only)."""
 
     at: int
     drafts: list[int]
@@ -108,6 +109,7 @@ class Comparison:
     """equal: rounds with the same drafts and the same accepted count; alone: rounds that one side has and the other
     has not, all after a tie of the same answer; faults: differences that no tie explains."""
 
+    tie: float = TIE
     answers: int = 0
     same_answers: int = 0
     rounds: int = 0
@@ -118,6 +120,11 @@ class Comparison:
     ours: int = 0
     theirs: int = 0
 
+    def differs(self, what: str, margins: Sequence[float], place: int) -> None:
+        """Note a difference: a tie when our choice at `place` was that close."""
+        margin = margins[place] if place < len(margins) else math.inf
+        (self.ties if margin < self.tie else self.faults).append(f"{what}, our margin {margin:.2g}")
+
     def __str__(self) -> str:
         ours, theirs = (1 + total / max(self.rounds, 1) for total in (self.ours, self.theirs))
         return (
@@ -127,9 +134,9 @@ class Comparison:
         )
 
 
-def compare(ours: Sequence[Walk], theirs: Sequence[Walk]) -> Comparison:
+def compare(ours: Sequence[Walk], theirs: Sequence[Walk], tie: float = TIE) -> Comparison:
     """Answers pairwise: ids, and at every position where both drafted, the draft tokens and the accepted count."""
-    found = Comparison(answers=len(ours))
+    found = Comparison(tie, answers=len(ours))
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         ties = len(found.ties)
         end = _compare_ids(f"answer {index}", mine, other, found)
@@ -150,22 +157,19 @@ def _compare_ids(where: str, mine: Walk, other: Walk, found: Comparison) -> int:
         return len(mine.ids)
     both = zip(mine.ids, other.ids, strict=False)
     end = next((i for i, (a, b) in enumerate(both) if a != b), min(len(mine.ids), len(other.ids)))
-    tie = end < len(mine.margins) and mine.margins[end] < TIE
-    margin = f"{mine.margins[end]:.2g}" if end < len(mine.margins) else "none"
-    (found.ties if tie else found.faults).append(f"{where}: other ids from token {end}, our margin {margin}")
+    found.differs(f"{where}: other ids from token {end}", mine.margins, end)
     return end
 
 
 def _compare_round(where: str, mine: Seen, other: Seen, end: int, found: Comparison) -> None:
-    found.rounds += 1
-    found.ours += min(mine.accepted, end - mine.at)
-    found.theirs += min(other.accepted, end - other.at)
-    both = zip(mine.drafts, other.drafts, strict=True)
-    slot = next((i for i, (a, b) in enumerate(both) if a != b), None)
+    a, b = (min(one.accepted, end - one.at) for one in (mine, other))
+    found.rounds, found.ours, found.theirs = found.rounds + 1, found.ours + a, found.theirs + b
+    both = zip(mine.drafts, other.drafts, strict=True) if other.drafts else ()
+    slot = next((i for i, (x, y) in enumerate(both) if x != y), None)
     if slot is not None:
-        text = f"{where}, slot {slot + 1}: {other.drafts[slot]}, ours {mine.drafts[slot]} by {mine.margins[slot]:.2g}"
-        (found.ties if mine.margins[slot] < TIE else found.faults).append(text)
-    elif min(mine.accepted, end - mine.at) != min(other.accepted, end - other.at):
-        found.faults.append(f"{where}: {other.accepted} accepted, ours {mine.accepted}")
+        text = f"slot {slot + 1} is {other.drafts[slot]}, ours {mine.drafts[slot]}"
+        found.differs(f"{where}: {text}", mine.margins, slot)
+    elif a != b:  # not told what it drafted: another token after those that both accepted
+        found.differs(f"{where}: {b} accepted, ours {a}", [] if other.drafts else mine.margins, min(a, b))
     else:
         found.equal += 1
