@@ -17,7 +17,7 @@ from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import TransformersTarget, load_target
 
 ROOT = Path(__file__).parents[2]
-MAX_TOKENS = 40
+MAX_TOKENS = 32
 PROMPTS = 6
 LINES = pytest.StashKey[list[str]]()
 

@@ -77,15 +77,17 @@ def test_dspark(open_vllm, target, prompts, plain, tell, tmp_path, form, n) -> N
     ours = our_walks(target, import_draft(tmp_path / "draft"), n, prompts, MAX_TOKENS)
     with open_vllm(tmp_path / "draft", "dspark", n) as child:
         theirs, seconds = ask(child, prompts)
-        stock, _ = ask(child, prompts, norm_per_layer=False)
-    found, faulty = compare(ours, theirs), compare(ours, stock)
+        stock = ask(child, prompts, norm_per_layer=False)[0] if form == "speculators" else None
+    found = compare(ours, theirs)
     report(tell, f"vLLM {child.version}, dspark, {form} form, n = {n}, {seconds:.0f} s", found)
-    tell(f"    without the mended k_norm: {faulty}")
     assert [one.ids for one in ours] == [one.ids for one in plain]
-    assert compare(plain, [Walk(one.ids, []) for one in theirs]).faults == []
-    assert compare(plain, [Walk(one.ids, []) for one in stock]).faults == []
+    assert not compare(plain, [Walk(one.ids, []) for one in theirs]).faults
     assert not found.faults and found.rounds >= FEWEST_ROUNDS
-    assert faulty.faults  # the fault of this build is still there; when it is mended, the worker's patch can go
+    if stock is not None:
+        faulty = compare(ours, stock)
+        tell(f"    with the CPU build's own k_norm: {faulty}")
+        assert not compare(plain, [Walk(one.ids, []) for one in stock]).faults
+        assert faulty.faults  # when this fails, that build has mended it, and our worker's patch can go
 
 
 def report(tell, what: str, found) -> None:
@@ -108,7 +110,7 @@ def test_dflash(open_vllm, target, prompts, plain, tell, tmp_path) -> None:
     found, faulty = compare(ours, theirs), compare(ours, stock)
     kind = "trained" if named else "untrained"
     report(tell, f"vLLM {child.version}, dflash ({kind} draft), speculators form, n = 7, runner V1", found)
-    tell(f"    without the mended k_norm: {faulty}")
+    tell(f"    with the CPU build's own k_norm: {faulty}")
     assert [one.ids for one in ours] == [one.ids for one in plain]
     assert not found.faults and found.rounds >= FEWEST_ROUNDS
     assert compare(plain, [Walk(one.ids, []) for one in stock]).faults == []
