@@ -8,6 +8,7 @@ The answer is streamed with timings at every token, whose draft counters tell wh
 import json
 import os
 import sys
+from importlib.metadata import version
 from urllib.request import Request, urlopen
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the cores are shared with those who wait for their turn
@@ -29,7 +30,7 @@ def main() -> None:
         one.cpuparams.n_threads = one.cpuparams_batch.n_threads = asked["threads"]
         one.cache_type_k = one.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
-    print(json.dumps({"version": xllamacpp.BUILD_INFO}), file=out, flush=True)
+    print(json.dumps({"version": version("xllamacpp")}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(server.listening_address, **json.loads(line))), file=out, flush=True)
 

@@ -41,9 +41,10 @@ class Walk:
     rounds: list[Seen]
     margins: list[float] = field(default_factory=list)
 
-    @property
-    def accepted(self) -> int:
-        return sum(one.accepted for one in self.rounds)
+
+def length(walks: Sequence[Walk]) -> float:
+    """Acceptance length over all rounds, bonus counted."""
+    return 1 + sum(seen.accepted for one in walks for seen in one.rounds) / sum(len(one.rounds) for one in walks)
 
 
 class _Noting(DSparkProposer):
@@ -109,7 +110,6 @@ class Comparison:
     """equal: rounds with the same drafts and the same accepted count; alone: rounds that one side has and the other
     has not, all after a tie of the same answer; faults: differences that no tie explains."""
 
-    tie: float = TIE
     answers: int = 0
     same_answers: int = 0
     rounds: int = 0
@@ -123,7 +123,7 @@ class Comparison:
     def differs(self, what: str, margins: Sequence[float], place: int) -> None:
         """Note a difference: a tie when our choice at `place` was that close."""
         margin = margins[place] if place < len(margins) else math.inf
-        (self.ties if margin < self.tie else self.faults).append(f"{what}, our margin {margin:.2g}")
+        (self.ties if margin < TIE else self.faults).append(f"{what}, our margin {margin:.2g}")
 
     def __str__(self) -> str:
         ours, theirs = (1 + total / max(self.rounds, 1) for total in (self.ours, self.theirs))
@@ -134,9 +134,9 @@ class Comparison:
         )
 
 
-def compare(ours: Sequence[Walk], theirs: Sequence[Walk], tie: float = TIE) -> Comparison:
+def compare(ours: Sequence[Walk], theirs: Sequence[Walk]) -> Comparison:
     """Answers pairwise: ids, and at every position where both drafted, the draft tokens and the accepted count."""
-    found = Comparison(tie, answers=len(ours))
+    found = Comparison(answers=len(ours))
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         ties = len(found.ties)
         end = _compare_ids(f"answer {index}", mine, other, found)
