@@ -14,11 +14,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from tests.conformance.conftest import MAX_TOKENS, PROMPTS
 from tests.conformance.walks import Walk, compare, length, our_walks, their_walk
 
@@ -26,6 +28,9 @@ from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
 from dspark.checkpoints.convert import convert, import_draft
 from dspark.checkpoints.native import load_draft, save_draft
 from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.eagle3 import Eagle3Draft
+from dspark.drafts.eagle3_config import Eagle3Config
+from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import TransformersTarget
 from peers.children import Child
 
@@ -125,6 +130,29 @@ def _as_dflash(target: TransformersTarget, folder: Path) -> Path:
     draft = DSparkDraft(config)
     draft.load_state_dict({name: shipped.state_dict()[name] for name in draft.state_dict()})
     draft.bind(target.embedding_weight, target.head_weight)
+    save_draft(draft, folder)
+    return folder
+
+
+def test_eagle3(open_vllm, target, prompts, plain, tell, tmp_path) -> None:
+    """EAGLE-3 with GQA attention, in model runner V1; EAGLE3_DRAFT names a trained one, else its weights are random."""
+    named = os.environ.get("EAGLE3_DRAFT")
+    folder = Path(named) if named else _fresh_eagle3(tmp_path / "draft")
+    ours = our_walks(target, load_draft(folder), 3, prompts, MAX_TOKENS)
+    with open_vllm(folder, "eagle3", 3, runner=1) as child:
+        theirs, _ = ask(child, prompts)
+    found = compare(ours, theirs)
+    report(tell, f"vLLM {child.version}, eagle3 ({'trained' if named else 'random'} draft), n = 3, runner V1", found)
+    assert [one.ids for one in ours] == [one.ids for one in plain]
+    assert not found.faults and found.rounds >= FEWEST_ROUNDS
+
+
+def _fresh_eagle3(folder: Path) -> Path:
+    recipe = yaml.safe_load((files("dspark") / "recipes" / "smollm2-135m-eagle3.yaml").read_text(encoding="utf-8"))
+    fields = {name: value for name, value in recipe["draft"].items() if name != "architecture"}
+    fields |= {"target_name": EMBEDDED, "training_length": recipe["data"]["max_length"]}
+    draft = Eagle3Draft(Eagle3Config(**fields))
+    draft.set_vocabulary(range(draft.config.draft_vocab_size))
     save_draft(draft, folder)
     return folder
 

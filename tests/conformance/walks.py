@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from dspark.decoding.drafting import Proposal
+from dspark.decoding.eagle3 import Eagle3Proposer
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import DSparkProposer, NoProposer, make_proposer
 from dspark.decoding.request import Active, Request
 from dspark.drafts.dspark import DSparkDraft
+from dspark.drafts.eagle3 import Eagle3Draft
+from dspark.drafts.kinds import Draft
 from dspark.targets.base import Target
 
 TIE = 1e-3
@@ -73,20 +77,41 @@ class _Noting(DSparkProposer):
         return margins
 
 
+class _NotingEagle3(Eagle3Proposer):
+    """The same for an EAGLE-3 draft."""
+
+    def __init__(self, draft: Eagle3Draft, n: int) -> None:
+        super().__init__(draft, n)
+        self.noted: dict[int, list[tuple[int, list[int], list[float]]]] = {}
+
+    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+        self._clear: list[list[float]] = []
+        proposals = super().propose(batch)
+        for row, (active, proposal) in enumerate(zip(batch, proposals, strict=True)):
+            noted = len(active.result.output_ids), list(proposal.tokens), [slot[row] for slot in self._clear]
+            self.noted.setdefault(active.index, []).append(noted)
+        return proposals
+
+    def _choose(self, logits: Tensor, batch: Sequence[Active], slot: int, proposals: list[Proposal]) -> Tensor:
+        first, second = logits.topk(2).values.unbind(-1)
+        self._clear.append((first - second).tolist())
+        return super()._choose(logits, batch, slot, proposals)
+
+
 def our_walks(
-    target: Target, draft: DSparkDraft | None, n: int, prompts: Sequence[Sequence[int]], max_tokens: int
+    target: Target, draft: Draft | None, n: int, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[Walk]:
     """Our engine's greedy answers; draft None: plain decoding."""
-    proposer: NoProposer | _Noting = NoProposer()
+    proposer: NoProposer | _Noting | _NotingEagle3 = NoProposer()
     if draft is not None:
         make_proposer(target, draft, n)  # binds and packs it
-        proposer = _Noting(draft, n)
+        proposer = _Noting(draft, n) if isinstance(draft, DSparkDraft) else _NotingEagle3(draft, n)
     engine = Engine(target, proposer, max_batch=len(prompts))
     requests = [Request(ids, max_tokens=max_tokens, logprobs=2) for ids in prompts]
     walks = {}
     for index, result in engine.run(requests):
         margins = [one.top[0][1] - one.top[1][1] for one in result.logprobs]
-        noted = proposer.noted[index] if isinstance(proposer, _Noting) else []
+        noted = [] if isinstance(proposer, NoProposer) else proposer.noted[index]
         rounds = [
             Seen(at, drafts, one.accepted, clear)
             for (at, drafts, clear), one in zip(noted, result.rounds, strict=bool(noted))
