@@ -22,22 +22,18 @@ PROMPTS = 6
 LINES = pytest.StashKey[list[str]]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LINES] = []
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash.get(LINES, []):
+    lines = config.stash.get(LINES, [])
+    if lines:
         terminalreporter.section("conformance with other engines")
-        for line in config.stash[LINES]:
-            terminalreporter.line(line)
+    for line in lines:
+        terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
 def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """A line of the report at the end of the run."""
-    lines = request.config.stash.setdefault(LINES, [])
-    return lines.append
+    return request.config.stash.setdefault(LINES, []).append
 
 
 @pytest.fixture(scope="session")
