@@ -61,7 +61,7 @@ test: lint ## lint, then every test but the slow ones
 
 test-slow: $(STAMP) $(ENGINES) ## only the slow tests, those with vLLM and llama.cpp among them
 	$(PIP) install -q -c constraints.txt -e '.[slow]'
-	VLLM_PYTHON=$(VLLM_PYTHON) LLAMACPP_PYTHON=$(LLAMACPP_PYTHON) $(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	VLLM_PYTHON=$(VLLM_PYTHON) LLAMACPP_PYTHON=$(LLAMACPP_PYTHON) $(BIN)/python -m pytest -q -rs -m slow $(PYTEST_ARGS)
 
 # Other engines have other requirements than ours, so each gets an environment of its own. Where one cannot be installed
 # its tests are skipped and say so, and the next run tries again. The three packages that go again come with vLLM, are
