@@ -18,7 +18,8 @@ from tests.conformance.conftest import MAX_TOKENS
 from tests.conformance.walks import Seen, Walk, compare, length, our_walks
 
 from dspark.checkpoints.builtin import load_named_draft
-from dspark.checkpoints.gguf import export_gguf, read_gguf
+from dspark.checkpoints.gguf import export_gguf
+from dspark.checkpoints.read import import_draft
 from dspark.targets.embedded import EMBEDDED, find_gguf
 from dspark.targets.transformers import load_target
 from peers.children import Child
@@ -89,7 +90,7 @@ def test_greedy_output_is_that_of_plain_decoding(open_llamacpp, files, prompts, 
 def compare_with_ours(draft: Path, n: int, prompts: list[list[int]], theirs: list[Walk], tell) -> None:
     """Our engine with the same f16 weights, which it multiplies in float32."""
     half = load_target(EMBEDDED, storage="float16")
-    ours = our_walks(half, read_gguf(draft), n, prompts, MAX_TOKENS)
+    ours = our_walks(half, import_draft(draft), n, prompts, MAX_TOKENS)
     found = compare([_whole_rounds(one, n) for one in ours], [_whole_rounds(one, n) for one in theirs])
     tell(f"    beside our engine: {found}")
     for line in found.ties:
