@@ -26,8 +26,8 @@ from tests.conformance.walks import Walk, compare, length, our_walks, their_walk
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
 from dspark.checkpoints.convert import convert
-from dspark.checkpoints.read import import_draft
 from dspark.checkpoints.native import load_draft, save_draft
+from dspark.checkpoints.read import import_draft
 from dspark.drafts.dspark import DSparkDraft
 from dspark.drafts.eagle3 import Eagle3Draft
 from dspark.drafts.eagle3_config import Eagle3Config
