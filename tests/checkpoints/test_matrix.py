@@ -43,9 +43,9 @@ EAGLE3 = {"EAGLE-3": "gqa", "EAGLE-3, MLA": "mla-low-rank", "EAGLE-3, MLA, full 
 MATRIX = {
     #                         native vllm sglang speculators k3_dspark specforge z-lab transformers gguf
     "whole, anchor-first": "= = = = attention = markov_rank markov_rank =",
-    "whole, bonus-anchor": "= = sample_from_anchor = attention sample_from_anchor markov_rank markov_rank =",
+    "whole, bonus-anchor": "= = = = attention sample_from_anchor markov_rank markov_rank =",
     "reduced, anchor-first": "= = draft_vocab_size = attention draft_vocab_size markov_rank markov_rank =",
-    "reduced, bonus-anchor, sliding": "= = sample_from_anchor = attention sample_from_anchor markov_rank markov_rank "
+    "reduced, bonus-anchor, sliding": "= = draft_vocab_size = attention sample_from_anchor markov_rank markov_rank "
     "sliding_window_non_causal",
     "sliding, non-causal": "= sliding_window_non_causal sliding_window_non_causal sliding_window_non_causal attention "
     "layer_types markov_rank markov_rank =",

@@ -1,7 +1,7 @@
 """What the native form cannot make an engine do: refused, or noted.
 
 vLLM 0.32: vanilla Markov heads only, none at all is not DSpark there, sliding layers are causal. SGLang 0.5.23: no
-reduced vocabulary, rank 0 refused, the native form always anchor-first, the confidence head always built.
+reduced vocabulary, rank 0 refused, block_size without the anchor's slot, the confidence head always built.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def check_sglang(config: DraftConfig, notes: list[str]) -> None:
     """Raise DsparkError naming what SGLang cannot serve from the native form; note what it ignores."""
     if config.markov_rank == 0:
         raise DsparkError("markov_rank", 0, "SGLang's DSPARK needs a Markov head; use the z-lab form and DFLASH")
-    if not config.sample_from_anchor:
-        raise DsparkError(
-            "sample_from_anchor", False, "SGLang reads the native form as anchor-first; use the speculators form"
-        )
     if config.reduced:
         raise DsparkError(
             "draft_vocab_size", config.draft_vocab_size, "SGLang has no reduced vocabulary; expand it (--expand)"
         )
     _check_window(config, "SGLang")
+    if not config.sample_from_anchor:
+        notes.append(
+            f"SGLang drafts block_size = {config.block_size} tokens of a bonus-anchor draft, one too many: start it with "
+            f"--speculative-dspark-block-size {config.gamma}, as dspark launch does"
+        )
     if not config.enable_confidence_head:
         notes.append(
             "enable_confidence_head is false, which SGLang ignores: its confidence head has made-up weights, "

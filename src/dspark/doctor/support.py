@@ -80,8 +80,10 @@ def _refuse(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[str
         return  # plain DFlash, which both load as such
     if engine == "vllm":
         _refuse_vllm(draft, draft.config, notes)
+    elif draft.form == "speculators":
+        raise DsparkError("draft", "speculators", "sglang does not load this form; dspark convert --to sglang does")
     else:
-        _refuse_sglang(draft, draft.config, notes)
+        check_sglang(draft.config, notes)
 
 
 def _refuse_vllm(draft: DraftFacts, config: DraftConfig, notes: list[str]) -> None:
@@ -92,9 +94,3 @@ def _refuse_vllm(draft: DraftFacts, config: DraftConfig, notes: list[str]) -> No
     if config.reduced and draft.tensors is not None and "lm_head.weight" not in draft.tensors:
         remedy = "is not in the file, and vLLM needs it with a reduced vocabulary; dspark convert --to vllm adds it"
         raise DsparkError("lm_head.weight", None, remedy)
-
-
-def _refuse_sglang(draft: DraftFacts, config: DraftConfig, notes: list[str]) -> None:
-    if draft.form == "speculators":  # which says its layout; the rest is as in the native form
-        config = config.model_copy(update={"sample_from_anchor": True})
-    check_sglang(config, notes)

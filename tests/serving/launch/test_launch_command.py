@@ -215,5 +215,11 @@ def test_what_no_form_can_express_is_refused_before_anything_is_written(run, tin
     bonus = make_draft(
         tmp_path / "bonus", tiny_llama_folder, sample_from_anchor=False, block_size=8, draft_vocab_size=40
     )
+    code, out, err = run("launch", "vllm", "--target", tiny_llama_folder, "--draft", bonus, "--dry-run")
+    assert code == 0 and 'num_speculative_tokens": 7' in out, err
+
+
+def test_sglang_is_told_how_many_tokens_a_bonus_anchor_draft_gives(run, tiny_llama_folder, tmp_path):
+    bonus = make_draft(tmp_path / "bonus", tiny_llama_folder, sample_from_anchor=False, block_size=8)
     code, out, err = run("launch", "sglang", "--target", tiny_llama_folder, "--draft", bonus, "--dry-run")
-    assert (code, out) == (2, "") and "error: sample_from_anchor = False: SGLang reads" in err
+    assert code == 0 and "--speculative-dspark-block-size 7" in out and str(bonus) in out, err

@@ -94,8 +94,6 @@ def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
         return ("speculators", False) if engine == "vllm" and config.reduced else ("z-lab", False)
     if engine == "vllm":
         return ("k3_dspark" if config.attention == "mla" else "vllm"), False
-    if not config.sample_from_anchor and not config.reduced:
-        return "speculators", False  # which says the layout, as SGLang's native form cannot
     return "sglang", config.reduced
 
 
