@@ -49,7 +49,7 @@ def check_sglang(config: DraftConfig, notes: list[str]) -> None:
     _check_window(config, "SGLang")
     if not config.sample_from_anchor:
         notes.append(
-            f"SGLang drafts block_size = {config.block_size} tokens of a bonus-anchor draft, one too many: start it with "
+            f"SGLang drafts block_size = {config.block_size} tokens of a bonus-anchor draft, one too many: give it "
             f"--speculative-dspark-block-size {config.gamma}, as dspark launch does"
         )
     if not config.enable_confidence_head:
