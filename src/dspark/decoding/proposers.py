@@ -36,8 +36,8 @@ class Proposer(Protocol):
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
         """The target has read tokens that stay: their taps [t, m * d], once per token, in order."""
 
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
-        """One draft pass for the whole batch."""
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
+        """One draft pass for the whole batch, of n tokens each (None: as many as a round has at most)."""
 
 
 class NoProposer:
@@ -56,7 +56,7 @@ class NoProposer:
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
         return None
 
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
         return [Proposal() for _ in batch]
 
 
@@ -65,8 +65,8 @@ class DSparkProposer(DraftProposer):
 
     n: draft tokens a round, 1..gamma. mode "block" runs an n-slot block, as every engine does; "prefix" runs the
     full gamma-slot block and keeps its first n tokens (a diagnostic). confidence: fill in `Proposal.confidence` (for a
-    draft with that head).
-    Raises DsparkError when n is out of range.
+    draft with that head), sigmoid(logit / temperature) with the temperatures of its slots (1 by default).
+    Raises DsparkError when n is out of range, or for fewer temperatures than n.
     """
 
     def __init__(
@@ -75,33 +75,39 @@ class DSparkProposer(DraftProposer):
         n: int | None = None,
         mode: Literal["block", "prefix"] = "block",
         confidence: bool = False,
+        temperatures: Sequence[float] | None = None,
     ) -> None:
         super().__init__(draft, n)
         if mode not in ("block", "prefix"):
             raise DsparkError("draft_mode", mode, "must be block or prefix")
         self.draft, self.width = draft, draft.config.gamma if mode == "prefix" else self.n
         self.confidence = confidence and draft.confidence_head is not None
+        given = [1.0] * self.n if temperatures is None else list(temperatures)
+        if len(given) < self.n:
+            raise DsparkError("temperatures", len(given), f"must be one for each of {self.n} slots")
+        self._temperatures = torch.tensor(given, dtype=torch.float64)
         config = draft.config
         self.bytes_per_token = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft.norm.weight.itemsize
         )
 
     @torch.no_grad()
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
-        draft = self.draft
-        hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], self.width)
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
+        draft, n = self.draft, n or self.n
+        width = n if self.width == self.n else self.width
+        hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], width)
         base = draft.base_logits(hidden)
         self._check_logits(base)
         previous = torch.tensor([active.ids[-1] for active in batch])
-        tokens = self._greedy_tokens(batch, base, previous)
+        tokens = self._greedy_tokens(batch, base[:, :n], previous)
         if tokens is not None:
-            proposals = [Proposal(row, [None] * self.n) for row in tokens.tolist()]
+            proposals = [Proposal(row, [None] * n) for row in tokens.tolist()]
             self._rate(proposals, hidden, torch.cat((previous[:, None], tokens[:, :-1]), 1))
             return proposals
         state = draft.markov_start(len(batch))
         proposals = [Proposal() for _ in batch]
         before = []
-        for slot in range(self.n):
+        for slot in range(n):
             before.append(previous)
             logits, state = draft.slot_logits(base[:, slot], hidden[:, slot], previous, state)
             previous = self._choose(logits, batch, slot, proposals)
@@ -114,15 +120,17 @@ class DSparkProposer(DraftProposer):
             return None
         if any(active.rule != "greedy" or active.processor is not None for active in batch):
             return None
-        return self.draft.compiled.greedy_tokens(base[:, : self.n], previous)
+        return self.draft.compiled.greedy_tokens(base, previous)
 
     def _rate(self, proposals: list[Proposal], hidden: Tensor, before: Tensor) -> None:
         """Fill in the confidences, if wanted, from hidden [R, >= n, d] and the tokens before each slot [R, n]."""
         if not self.confidence:
             return
-        survives = self.draft.confidence(hidden[:, : self.n], before)
+        count = before.shape[1]
+        survives = self.draft.confidence(hidden[:, :count], before)
         assert survives is not None  # a draft without the head gives none, and then none is asked for
-        for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
+        scaled = (survives.double() / self._temperatures[:count]).sigmoid()
+        for proposal, row in zip(proposals, scaled.tolist(), strict=True):
             proposal.confidence = row[: len(proposal.tokens)]
 
 
@@ -131,13 +139,15 @@ def draft_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
+    temperatures: Sequence[float] | None = None,
 ) -> DraftProposer:
-    """The proposer of this kind of draft, which must be bound before it proposes. mode and confidence: DSpark's.
+    """The proposer of this kind of draft, which must be bound before it proposes. mode, confidence, temperatures:
+    DSpark's.
 
     Raises DsparkError when n is out of range, or for a mode that an EAGLE-3 draft has not.
     """
     if isinstance(draft, DSparkDraft):
-        return DSparkProposer(draft, n, mode, confidence)
+        return DSparkProposer(draft, n, mode, confidence, temperatures)
     if mode != "block":
         raise DsparkError("draft_mode", mode, "is for blocks; an EAGLE-3 draft has only `block`, one pass a token")
     return Eagle3Proposer(draft, n)
@@ -149,6 +159,7 @@ def make_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
+    temperatures: Sequence[float] | None = None,
 ) -> Proposer:
     """A proposer for this pair: checks that the draft was made for the target, lends it the target's embedding and
     head, and packs its linear layers for this machine. draft None is plain decoding.
@@ -168,7 +179,7 @@ def make_proposer(
     elif draft.packed is None:
         pack_linears(draft)
     draft.packed = fingerprint(draft)
-    return draft_proposer(draft, n, mode, confidence)
+    return draft_proposer(draft, n, mode, confidence, temperatures)
 
 
 def _pack_dspark(draft: DSparkDraft) -> None:

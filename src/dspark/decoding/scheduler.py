@@ -28,12 +28,12 @@ def survivals(confidences: Sequence[Sequence[float]], n: int) -> Floats:
     table = np.zeros((len(confidences), n))
     for row, own in enumerate(confidences):
         table[row, : len(own)] = own
-    return np.cumprod(table, axis=1)
+    return np.asarray(np.cumprod(table, axis=1), dtype=np.float64)
 
 
 def ranked(survival: Floats) -> tuple[NDArray[np.int64], Floats]:
     """All (r, j) by survival descending, then j, then r: the rows [R * n] and the survivals [R * n] in that order."""
-    requests, slots = survival.shape
+    requests = len(survival)
     flat = survival.T.reshape(-1)  # j runs slowest, so that a stable sort leaves ties in the order of j
     order = np.argsort(-flat, kind="stable")
     return (order % requests if requests else order), flat[order]
