@@ -7,7 +7,7 @@ answers, which gives the very rounds of serving (`decoding/replay.py`) for a fra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def collect_rounds(
     target: Target,
     proposer: DraftProposer,
     renderer: ChatRenderer,
-    suites: dict[str, Sequence[Prompt]],
+    suites: Mapping[str, Sequence[Prompt]],
     max_tokens: int,
     progress: Callable[[int, int], Any] = lambda prompts, rounds: None,
 ) -> Rounds:
