@@ -28,7 +28,7 @@ from dspark.targets.base import Target
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
 
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True)
 ENOUGH = 1000
 """Rounds below which a fit is mostly noise: it is done, and said."""
 
