@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +211,7 @@ def test_exports_are_what_the_engines_read(target: TransformersTarget, folder: P
     assert set(costs) == {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"}
     tokens, rates = costs["sample_batch_tokens"], costs["sample_steps_per_sec"]
     assert tokens == sorted(set(tokens)) and len(tokens) == len(rates) and costs["max_batch_tokens"] >= tokens[-1]
-    assert all(a >= b > 0 for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a >= b > 0 for a, b in pairwise(rates))
     assert any("static" in note for note in notes)
     [path], notes = export("vllm", tmp_path / "vllm", "d", 7, None, None)
     assert json.loads(path.read_text()) == {

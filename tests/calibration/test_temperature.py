@@ -103,6 +103,6 @@ def test_halves_share_no_prompt_and_files_come_back(tmp_path) -> None:
     (tmp_path / "torn.npz").write_bytes(b"PK")
     with pytest.raises(DsparkError, match="collect them again"):
         Rounds.load(tmp_path / "torn.npz")
-    with pytest.raises(DsparkError, match="temperatures = '2 of them'.*3 slots"):
+    with pytest.raises(DsparkError, match=r"temperatures = '2 of them'.*3 slots"):
         assess(whole, [1.0, 1.0])
     assert survival(whole.logits, TRUE)[:, 0] == pytest.approx(expit(whole.logits[:, 0] / TRUE[0]))
