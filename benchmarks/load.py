@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
+from scipy.special import expit
 
 from dspark.bench.command import HelpFormatter, run_program
 from dspark.bench.compare import read_questions
@@ -40,7 +41,7 @@ from dspark.calibration.profiles import measure_profile
 from dspark.calibration.rounds import Rounds
 from dspark.calibration.schedule import know
 from dspark.calibration.stored import read_calibration
-from dspark.calibration.temperature import fit_temperatures
+from dspark.calibration.temperature import fit_scaling
 from dspark.checkpoints.builtin import draft_folder, load_named_draft
 from dspark.checkpoints.native import weights_sha256
 from dspark.data.chat import ChatRenderer
@@ -109,7 +110,7 @@ class Measured:
         if profile is None or calibration is None:
             raise DsparkError("scheduled", "; ".join(known.missing), "dspark calibrate makes what is missing")
         self.profile: CostProfile = profile
-        self.temperatures = calibration.temperatures
+        self.scaling = calibration.scaling
         renderer, length = ChatRenderer(self.target.tokenizer), args.max_prompt_tokens
         count = max(max(args.users) * args.asked, args.least)
         found = read_questions(args.data, renderer, seed=args.seed, limit=count, max_prompt_tokens=length)
@@ -121,7 +122,7 @@ class Measured:
         n = min(MODES[mode], self.gamma)
         planned = mode == "scheduled"
         proposer = make_proposer(
-            self.target, self.draft if n else None, n or None, confidence=planned, temperatures=self.temperatures
+            self.target, self.draft if n else None, n or None, confidence=planned, scaling=self.scaling
         )
         schedule = Planner(self.profile, n, self.args.mode) if planned else Fixed()
         return Engine(self.target, proposer, users, prefill_tokens=PREFILL, schedule=schedule)
@@ -245,10 +246,10 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
     """Every GPU of the file at every number of users."""
     rounds = Rounds.load(args.rounds)
     stored = read_calibration(draft_folder(args.draft))
-    temperatures = fit_temperatures(rounds) if stored is None else stored.temperatures
+    scaling = np.array(fit_scaling(rounds) if stored is None else stored.scaling)
     names = np.char.add(np.char.add(rounds.domain, "/"), rounds.prompt)
     sessions = [rounds.where(names == name) for name in dict.fromkeys(names.tolist())]
-    confidences = [1 / (1 + np.exp(-one.logits / np.asarray(temperatures))) for one in sessions]
+    confidences = [expit(one.logits * scaling[:, 0] + scaling[:, 1]) for one in sessions]
     found = {}
     for gpu in yaml.safe_load(args.simulate.read_text(encoding="utf-8"))["gpus"]:
         costs, levels = Gpu(gpu), []

@@ -139,7 +139,7 @@ def generate_command(
     drafted = None if draft == "none" else load_named_draft(draft, DTYPES[dtype])
     wanted = schedule or ("auto" if n is None and draft_mode == "block" else "fixed")
     chosen = choose_schedule(loaded, drafted, draft_folder(draft), n, wanted, confidence_threshold)
-    proposer = make_proposer(loaded, drafted, n, draft_mode, chosen.schedule is not None, chosen.temperatures)
+    proposer = make_proposer(loaded, drafted, n, draft_mode, chosen.schedule is not None, chosen.scaling)
     engine = Engine(loaded, proposer, schedule=chosen.schedule)
     ids = ChatRenderer(loaded.tokenizer, template=template).prompt_ids([{"role": "user", "content": prompt}])
     printer = None if as_json else StreamPrinter(console, loaded.tokenizer)

@@ -63,6 +63,7 @@ def sha(folder: Path) -> str:
 
 def calibration(folder: Path, **changes: object) -> Calibration:
     fields = {"weights_sha256": sha(folder), "target": "t", "temperatures": (1.0,) * 7, "datasets": ("q",)}
+    fields["scaling"] = ((1.0, 0.0),) * 7
     return Calibration(**{**fields, "rounds": 10, "prompts": 2, "max_tokens": 8, **changes})
 
 
@@ -140,10 +141,10 @@ def test_what_is_scheduled_and_why_not(target: TransformersTarget, folder: Path,
         return choose_schedule(target, load_draft(folder), folder, **options).line
 
     assert "fixed: all 7" in line() and "no calibration.json" in line() and "no cost profile" in line()
-    calibration(folder, temperatures=(2.0,) * 7).save(folder)
+    calibration(folder, scaling=((0.5, -0.1),) * 7).save(folder)
     profile = profile_of(target, folder)
     chosen = choose_schedule(target, load_draft(folder), folder)
-    assert isinstance(chosen.schedule, Planner) and chosen.temperatures == (2.0,) * 7
+    assert isinstance(chosen.schedule, Planner) and chosen.scaling == ((0.5, -0.1),) * 7
     assert "scheduled (auto): up to 7 drafts, by calibrated" in chosen.line
     assert (
         "scheduled (delayed)" in line(choice="delayed") and line(choice="fixed") == "fixed: all 7 drafts are verified"

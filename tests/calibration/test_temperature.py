@@ -15,7 +15,9 @@ from dspark.calibration.temperature import (
     area_under_curve,
     assess,
     calibration_error,
+    fit_scaling,
     fit_temperatures,
+    of_temperatures,
     survival,
 )
 from dspark.errors import DsparkError
@@ -43,11 +45,24 @@ def test_the_true_temperatures_come_out_and_held_out_rounds_are_calibrated() -> 
     assert found[0] == pytest.approx(TRUE[0], rel=0.2) and found[1] == pytest.approx(TRUE[1], rel=0.2)
     assert found[2] == pytest.approx(TRUE[2], rel=0.3)
     held_out = rounds(20_000, 2)
-    raw, scaled = assess(held_out, [1.0] * 3), assess(held_out, found)
+    raw, scaled = assess(held_out, of_temperatures([1.0] * 3)), assess(held_out, of_temperatures(found))
     assert max(one.error for one in scaled) < 0.012 < max(one.error for one in raw)
     assert all(one.low <= one.error + 0.01 and one.error - 0.01 <= one.high for one in scaled)
     assert [one.rounds for one in scaled] == [20_000] * 3
     assert sum(count for count, _, _ in scaled[0].bins) == 20_000
+
+
+def test_an_offset_is_found_that_no_temperature_can_mend() -> None:
+    """The head says logit(p) + 0.6 where p is true."""
+    shifted = [rounds(20_000, seed, temperatures=(1.0, 1.0)) for seed in (5, 6)]
+    fit, held_out = (Rounds(r.domain, r.prompt, r.logits + 0.6, r.scheduled, r.accepted) for r in shifted)
+    found = fit_scaling(fit)
+    assert [value for pair in found for value in pair] == pytest.approx([1.0, -0.6, 1.0, -0.6], abs=0.15)
+    errors = [
+        max(one.error for one in assess(held_out, scaling))
+        for scaling in (found, of_temperatures(fit_temperatures(fit)))
+    ]
+    assert errors[0] < 0.015 and errors[1] > 2 * errors[0], errors
 
 
 def test_temperatures_that_need_no_scaling_stay_at_one() -> None:
@@ -66,7 +81,7 @@ def test_rounds_that_an_end_cut_short_say_nothing_of_later_slots() -> None:
         np.where(cut, known, whole.scheduled),
         np.where(cut, known, whole.accepted),
     )
-    assert [one.rounds for one in assess(short, TRUE)][2] == int((short.scheduled == 3).sum()) < 3_000
+    assert [one.rounds for one in assess(short, of_temperatures(TRUE))][2] == int((short.scheduled == 3).sum()) < 3_000
     with pytest.raises(DsparkError, match="slot 2"):
         fit_temperatures(Rounds(short.domain, short.prompt, short.logits, known * 0 + 1, known))
 
@@ -103,6 +118,6 @@ def test_halves_share_no_prompt_and_files_come_back(tmp_path) -> None:
     (tmp_path / "torn.npz").write_bytes(b"PK")
     with pytest.raises(DsparkError, match="collect them again"):
         Rounds.load(tmp_path / "torn.npz")
-    with pytest.raises(DsparkError, match=r"temperatures = '2 of them'.*3 slots"):
-        assess(whole, [1.0, 1.0])
-    assert survival(whole.logits, TRUE)[:, 0] == pytest.approx(expit(whole.logits[:, 0] / TRUE[0]))
+    with pytest.raises(DsparkError, match=r"scaling = '2 slots'.*3 slots"):
+        assess(whole, of_temperatures([1.0, 1.0]))
+    assert survival(whole.logits, of_temperatures(TRUE))[:, 0] == pytest.approx(expit(whole.logits[:, 0] / TRUE[0]))

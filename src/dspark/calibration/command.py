@@ -15,7 +15,7 @@ from dspark.calibration.profiles import changes, measure_profile, profile_path
 from dspark.calibration.rounds import Rounds, collect_rounds
 from dspark.calibration.schedule import know
 from dspark.calibration.stored import Calibration, Measured, slots
-from dspark.calibration.temperature import assess, fit_temperatures
+from dspark.calibration.temperature import assess, fit_scaling, fit_temperatures, of_temperatures
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.native import PROMPTS_FILE, weights_sha256
 from dspark.data.chat import ChatRenderer
@@ -154,10 +154,10 @@ def _fit(
     fit, held_out = used.halves()
     if len(fit) < ENOUGH:
         console.print(f"{len(fit)} rounds are few to fit on; give more prompts (--limit)")
-    temperatures = fit_temperatures(fit)
+    temperatures, scaling = fit_temperatures(fit), fit_scaling(fit)
     names = sorted(set(used.domain.tolist()))
-    domains = {name: fit_temperatures(fit.where(fit.domain == name)) for name in names} if by_domain else {}
-    raw = [1.0] * len(temperatures)
+    domains = {name: fit_scaling(fit.where(fit.domain == name)) for name in names} if by_domain else {}
+    raw, scaled = of_temperatures([1.0] * len(temperatures)), of_temperatures(temperatures)
     measured, pictures = {}, {}
     sets = {"all": held_out, **{name: held_out.where(held_out.domain == name) for name in names}}
     if apart is not None:
@@ -165,12 +165,13 @@ def _fit(
         sets["not fitted on, together"] = apart
     for name, rounds in sets.items():
         if len(rounds):
-            before, after = assess(rounds, raw), assess(rounds, domains.get(name, temperatures))
+            before, after = assess(rounds, raw), assess(rounds, domains.get(name, scaling))
             pictures[name] = reliability_png(before, after) if out is not None else b""
             measured[name] = Measured(
                 rounds=len(rounds),
                 prompts=len(set(zip(rounds.domain.tolist(), rounds.prompt.tolist(), strict=True))),
                 ece_before=tuple(one.error for one in before),
+                ece_temperatures=tuple(one.error for one in assess(rounds, scaled)),
                 ece_after=tuple(one.error for one in after),
                 ece_after_low=tuple(one.low for one in after),
                 ece_after_high=tuple(one.high for one in after),
@@ -181,6 +182,7 @@ def _fit(
         weights_sha256=sha256,
         target=target,
         temperatures=temperatures,
+        scaling=scaling,
         domains=domains,
         datasets=tuple(names),
         rounds=len(fit),
@@ -196,8 +198,9 @@ def _fit(
 
 def _line(name: str, one: Measured) -> str:
     return (
-        f"{name}: {one.rounds:,} rounds of {one.prompts} prompts; ECE, % by slot: raw {slots(one.ece_before)}, scaled "
-        f"{slots(one.ece_after)} (up to {100 * max(one.ece_after_high):.1f}); AUC {slots(one.auc, '.2f', 1)}"
+        f"{name}: {one.rounds:,} rounds of {one.prompts} prompts; ECE, % by slot: raw {slots(one.ece_before)}, "
+        f"temperatures {slots(one.ece_temperatures)}, scaled {slots(one.ece_after)} "
+        f"(95 %: up to {slots(one.ece_after_high)}); AUC {slots(one.auc, '.2f', 1)}"
     )
 
 

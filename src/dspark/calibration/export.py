@@ -23,7 +23,7 @@ def sglang_temperatures(calibration: Calibration) -> dict[str, Any]:
         "dataset": ",".join(calibration.datasets),
         "num_samples": calibration.rounds,
         "ece_before": [] if measured is None else list(measured.ece_before),
-        "ece_after": [] if measured is None else list(measured.ece_after),
+        "ece_after": [] if measured is None else list(measured.ece_temperatures),
     }
 
 

@@ -66,7 +66,8 @@ def _summary(calibration: Calibration) -> str:
         f"{calibration.rounds:,} greedy rounds of {calibration.prompts:,} prompts of "
         f"{html.escape(', '.join(calibration.datasets))}. Everything below is of prompts that they were not fitted "
         "on. ECE: 15 bins of the cumulative product, in percent, with a 95 % bootstrap interval over prompts.</p>"
-        "<table><tr><th>prompts of</th><th>rounds</th><th>ECE raw, by slot</th><th>scaled</th>"
+        "<table><tr><th>prompts of</th><th>rounds</th><th>ECE raw, by slot</th><th>by temperatures alone</th>"
+        "<th>scaled, with offsets</th>"
         f"<th>interval of the worst slot</th><th>ROC-AUC</th></tr>{rows}</table>"
     )
 
@@ -74,5 +75,6 @@ def _summary(calibration: Calibration) -> str:
 def _row(name: str, one: Measured) -> str:
     worst = max(range(len(one.ece_after)), key=lambda slot: one.ece_after[slot])
     interval = f"{100 * one.ece_after_low[worst]:.1f} to {100 * one.ece_after_high[worst]:.1f}"
-    cells = (name, f"{one.rounds:,}", slots(one.ece_before), slots(one.ece_after), interval, slots(one.auc, ".2f", 1))
+    errors = (slots(one.ece_before), slots(one.ece_temperatures), slots(one.ece_after))
+    cells = (name, f"{one.rounds:,}", *errors, interval, slots(one.auc, ".2f", 1))
     return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -31,10 +31,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Chosen:
-    """schedule: for the engine (None: all n); temperatures: for the proposer; line: what is scheduled, or why not."""
+    """schedule: for the engine (None: all n); scaling: of confidences, for the proposer; line: which, and why."""
 
     schedule: Schedule | None
-    temperatures: tuple[float, ...] | None
+    scaling: tuple[tuple[float, float], ...] | None
     line: str
 
 
@@ -98,11 +98,10 @@ def choose_schedule(
         return Chosen(None, None, f"fixed: all {whole} drafts are verified, because there is {why}; {remedy}")
     assert known.profile is not None  # nothing is missing
     mode: Mode = "auto" if choice == "auto" else "delayed" if choice == "delayed" else "early-stop"
-    temperatures = None if known.calibration is None else known.calibration.of(domain)
-    by = "past acceptance, without a confidence head" if temperatures is None else "calibrated confidences"
-    return Chosen(
-        Planner(known.profile, whole, mode), temperatures, f"scheduled ({mode}): up to {whole} drafts, by {by}"
-    )
+    scaling = None if known.calibration is None else known.calibration.of(domain)
+    by = "past acceptance, without a confidence head" if scaling is None else "calibrated confidences"
+    line = f"scheduled ({mode}): up to {whole} drafts, by {by}"
+    return Chosen(Planner(known.profile, whole, mode), scaling, line)
 
 
 def _static(draft: Draft, folder: Path, n: int, choice: str, threshold: float) -> Chosen:
@@ -116,8 +115,8 @@ def _static(draft: Draft, folder: Path, n: int, choice: str, threshold: float) -
     if found is not None:
         found.check(weights_sha256(draft), draft.config.gamma)
     kind = "raw" if found is None else "calibrated"
-    temperatures = None if found is None else found.temperatures
-    return Chosen(Threshold(threshold), temperatures, f"static: up to {n} drafts of {kind} confidence {threshold:g}")
+    scaling = None if found is None else found.scaling
+    return Chosen(Threshold(threshold), scaling, f"static: up to {n} drafts of {kind} confidence {threshold:g}")
 
 
 def _rates(draft: Draft) -> bool:

@@ -1,4 +1,4 @@
-"""calibration.json beside a draft's config.json: its temperatures, what they were fitted on and how well they fit."""
+"""calibration.json beside a draft's config.json: temperatures, scaling, and how well they fit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from dspark.errors import DsparkError
 
 CALIBRATION_FILE = "calibration.json"
 Share = Annotated[float, Field(ge=0, le=1)]
+Pair = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Annotated[float, Field(allow_inf_nan=False)]]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Measured(BaseModel):
-    """ECE by slot, raw and scaled, with its 95 % bootstrap interval over prompts, and ROC-AUC of the survival, over
-    `rounds` of prompts that the temperatures were not fitted on."""
+    """ECE by slot, raw, by temperatures alone and scaled with offsets, the last with its 95 % bootstrap interval over
+    prompts, and ROC-AUC of the survival, over `rounds` of prompts that nothing was fitted on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rounds: int
     prompts: int
     ece_before: tuple[Share, ...]
+    ece_temperatures: tuple[Share, ...]
     ece_after: tuple[Share, ...]
     ece_after_low: tuple[Share, ...]
     ece_after_high: tuple[Share, ...]
@@ -32,7 +34,8 @@ class Measured(BaseModel):
 
 
 class Calibration(BaseModel):
-    """temperatures: of slots 1..n; domains: those of single data sets, by name; datasets: what they were fitted on.
+    """temperatures: of slots 1..n, for engines that take those; scaling: (scale, offset) of each, what the engine here
+    uses; domains: the scaling of single data sets, by name; datasets: what they were fitted on.
 
     weights_sha256: of the draft (`native.weights_sha256`); rounds, prompts: fitted on; max_tokens: of an answer;
     measured: by data set (`all`: together), on the held-out half of the fitted ones and on others.
@@ -44,7 +47,8 @@ class Calibration(BaseModel):
     weights_sha256: str
     target: str
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)]
-    domains: dict[str, tuple[Temperature, ...]] = {}
+    scaling: tuple[Pair, ...]
+    domains: dict[str, tuple[Pair, ...]] = {}
     datasets: tuple[str, ...]
     rounds: int
     prompts: int
@@ -58,13 +62,13 @@ class Calibration(BaseModel):
         write_text(path, self.model_dump_json(indent=1) + "\n")
         return path
 
-    def of(self, domain: str | None) -> tuple[float, ...]:
-        """The temperatures of a data set. Raises DsparkError for one without its own."""
+    def of(self, domain: str | None) -> tuple[Pair, ...]:
+        """The scaling of a data set (None: of all). Raises DsparkError for one without its own."""
         if domain is None:
-            return self.temperatures
+            return self.scaling
         if domain not in self.domains:
             known = ", ".join(self.domains) or "none; fit them with --by-domain"
-            raise DsparkError("domain", domain, f"has no temperatures of its own; there are {known}")
+            raise DsparkError("domain", domain, f"has no calibration of its own; there are {known}")
         return self.domains[domain]
 
     def check(self, weights: str, gamma: int) -> None:
@@ -72,9 +76,10 @@ class Calibration(BaseModel):
         if self.weights_sha256 != weights:
             remedy = f"is of other weights ({self.weights_sha256[:8]}, the draft's are {weights[:8]}); fit it again"
             raise DsparkError(CALIBRATION_FILE, "weights_sha256", remedy)
-        if len(self.temperatures) != gamma:
-            remedy = f"the draft predicts {gamma} slots; fit it again with all of them"
-            raise DsparkError(CALIBRATION_FILE, f"{len(self.temperatures)} temperatures", remedy)
+        for count in (len(self.temperatures), len(self.scaling)):
+            if count != gamma:
+                remedy = f"the draft predicts {gamma} slots; fit it again with all of them"
+                raise DsparkError(CALIBRATION_FILE, f"{count} temperatures", remedy)
 
 
 def read_calibration(folder: Path) -> Calibration | None:

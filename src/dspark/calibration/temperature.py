@@ -2,6 +2,10 @@
 
 Slot by slot, left to right: T_k is the one of 41 values whose cumulative product, the sigmoids of z_j / T_j up to slot
 k with the earlier T fixed, has the smallest expected calibration error against "slots 1..k were all accepted".
+
+A temperature cannot move a probability of 1/2, so a head that is too sure (or not sure enough) of everything stays so:
+`fit_scaling` gives every slot a scale and an offset instead, sigmoid(scale * z + offset), in the same order, each pair
+the likeliest for the cumulative product.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import rankdata
 
@@ -24,9 +29,19 @@ RESAMPLES, LEVEL = 400, 0.95
 Floats = NDArray[np.float64]
 
 
-def survival(logits: Floats, temperatures: Sequence[float]) -> Floats:
-    """Cumulative products of sigmoid(z_j / T_j): logits [N, n], n temperatures -> [N, n]."""
-    return np.cumprod(expit(logits / np.asarray(temperatures)), axis=1)
+Scaling = tuple[tuple[float, float], ...]
+"""(scale, offset) of slots 1..n."""
+
+
+def of_temperatures(temperatures: Sequence[float]) -> Scaling:
+    """Temperatures as scales without offsets."""
+    return tuple((1 / T, 0.0) for T in temperatures)
+
+
+def survival(logits: Floats, scaling: Scaling) -> Floats:
+    """Cumulative products of sigmoid(scale_j z_j + offset_j): logits [N, n] -> [N, n]."""
+    scales, offsets = np.array(scaling).T
+    return np.asarray(np.cumprod(expit(logits * scales + offsets), axis=1))
 
 
 def calibration_error(predicted: Floats, happened: Floats, weights: Floats | None = None) -> float:
@@ -72,6 +87,28 @@ def fit_temperatures(rounds: Rounds) -> tuple[float, ...]:
     return tuple(found)
 
 
+def fit_scaling(rounds: Rounds) -> Scaling:
+    """(scale, offset) of every slot, left to right: what happened is likeliest under them, given the earlier ones.
+
+    Scales stay in what the temperatures' grid spans. Raises DsparkError when a slot was never verified.
+    """
+    before, found = np.ones(len(rounds)), []
+    for slot in range(rounds.logits.shape[1]):
+        known = rounds.scheduled > slot
+        if not known.any():
+            raise DsparkError("rounds", len(rounds), f"none of them verified slot {slot + 1}; collect more")
+        happened, given, logits = (rounds.accepted > slot)[known], before[known], rounds.logits[known, slot]
+
+        def surprise(pair: Floats) -> float:
+            p = np.clip(given * expit(logits * pair[0] + pair[1]), 1e-9, 1 - 1e-9)  # noqa: B023 - used at once
+            return float(-np.log(np.where(happened, p, 1 - p)).mean())  # noqa: B023
+
+        best = minimize(surprise, [1.0, 0.0], method="Nelder-Mead", bounds=[(1 / GRID[-1], 1 / GRID[0]), (-8, 8)]).x
+        found.append((float(best[0]), float(best[1])))
+        before = before * expit(rounds.logits[:, slot] * best[0] + best[1])
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class SlotFigures:
     """One slot: rounds that tell, share of them accepted up to it, ECE with its bootstrap interval over prompts, AUC of
@@ -87,12 +124,12 @@ class SlotFigures:
     bins: tuple[tuple[int, float, float], ...]
 
 
-def assess(rounds: Rounds, temperatures: Sequence[float], seed: int = 0) -> list[SlotFigures]:
-    """Every slot's figures with these temperatures. Raises DsparkError for another number of them than slots."""
-    if len(temperatures) != rounds.logits.shape[1]:
+def assess(rounds: Rounds, scaling: Scaling, seed: int = 0) -> list[SlotFigures]:
+    """Every slot's figures under this scaling. Raises DsparkError for another number of slots than the rounds have."""
+    if len(scaling) != rounds.logits.shape[1]:
         remedy = f"these rounds have {rounds.logits.shape[1]} slots; fit them again"
-        raise DsparkError("temperatures", f"{len(temperatures)} of them", remedy)
-    predicted = survival(rounds.logits, temperatures)
+        raise DsparkError("scaling", f"{len(scaling)} slots", remedy)
+    predicted = survival(rounds.logits, scaling)
     names = np.char.add(np.char.add(rounds.domain, "/"), rounds.prompt)
     _, prompt = np.unique(names, return_inverse=True)
     count = int(prompt.max()) + 1 if len(prompt) else 0

@@ -18,6 +18,9 @@ from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.targets.packed import fingerprint, pack_linears, packed
 
+Scaling = Sequence[tuple[float, float]]
+"""(scale, offset) of every slot's confidence."""
+
 
 class Proposer(Protocol):
     """taps: the target layers it reads (0-based); n: draft tokens a round at most; bytes_per_token: what its context
@@ -65,8 +68,8 @@ class DSparkProposer(DraftProposer):
 
     n: draft tokens a round, 1..gamma. mode "block" runs an n-slot block, as every engine does; "prefix" runs the
     full gamma-slot block and keeps its first n tokens (a diagnostic). confidence: fill in `Proposal.confidence` (for a
-    draft with that head), sigmoid(logit / temperature) with the temperatures of its slots (1 by default).
-    Raises DsparkError when n is out of range, or for fewer temperatures than n.
+    draft with that head), sigmoid(scale * logit + offset) with the scaling of its slots (1 and 0 by default).
+    Raises DsparkError when n is out of range, or for a scaling of fewer slots than n.
     """
 
     def __init__(
@@ -75,17 +78,17 @@ class DSparkProposer(DraftProposer):
         n: int | None = None,
         mode: Literal["block", "prefix"] = "block",
         confidence: bool = False,
-        temperatures: Sequence[float] | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__(draft, n)
         if mode not in ("block", "prefix"):
             raise DsparkError("draft_mode", mode, "must be block or prefix")
         self.draft, self.width = draft, draft.config.gamma if mode == "prefix" else self.n
         self.confidence = confidence and draft.confidence_head is not None
-        given = [1.0] * self.n if temperatures is None else list(temperatures)
+        given = [(1.0, 0.0)] * self.n if scaling is None else list(scaling)
         if len(given) < self.n:
-            raise DsparkError("temperatures", len(given), f"must be one for each of {self.n} slots")
-        self._temperatures = torch.tensor(given, dtype=torch.float64)
+            raise DsparkError("scaling", f"{len(given)} slots", f"must have one pair for each of {self.n}")
+        self._scales, self._offsets = torch.tensor(given, dtype=torch.float64).T
         config = draft.config
         self.bytes_per_token = (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft.norm.weight.itemsize
@@ -129,7 +132,7 @@ class DSparkProposer(DraftProposer):
         count = before.shape[1]
         survives = self.draft.confidence(hidden[:, :count], before)
         assert survives is not None  # a draft without the head gives none, and then none is asked for
-        scaled = (survives.double() / self._temperatures[:count]).sigmoid()
+        scaled = (survives.double() * self._scales[:count] + self._offsets[:count]).sigmoid()
         for proposal, row in zip(proposals, scaled.tolist(), strict=True):
             proposal.confidence = row[: len(proposal.tokens)]
 
@@ -139,15 +142,15 @@ def draft_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
-    temperatures: Sequence[float] | None = None,
+    scaling: Scaling | None = None,
 ) -> DraftProposer:
-    """The proposer of this kind of draft, which must be bound before it proposes. mode, confidence, temperatures:
+    """The proposer of this kind of draft, which must be bound before it proposes. mode, confidence, scaling:
     DSpark's.
 
     Raises DsparkError when n is out of range, or for a mode that an EAGLE-3 draft has not.
     """
     if isinstance(draft, DSparkDraft):
-        return DSparkProposer(draft, n, mode, confidence, temperatures)
+        return DSparkProposer(draft, n, mode, confidence, scaling)
     if mode != "block":
         raise DsparkError("draft_mode", mode, "is for blocks; an EAGLE-3 draft has only `block`, one pass a token")
     return Eagle3Proposer(draft, n)
@@ -159,7 +162,7 @@ def make_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
-    temperatures: Sequence[float] | None = None,
+    scaling: Scaling | None = None,
 ) -> Proposer:
     """A proposer for this pair: checks that the draft was made for the target, lends it the target's embedding and
     head, and packs its linear layers for this machine. draft None is plain decoding.
@@ -179,7 +182,7 @@ def make_proposer(
     elif draft.packed is None:
         pack_linears(draft)
     draft.packed = fingerprint(draft)
-    return draft_proposer(draft, n, mode, confidence, temperatures)
+    return draft_proposer(draft, n, mode, confidence, scaling)
 
 
 def _pack_dspark(draft: DSparkDraft) -> None:

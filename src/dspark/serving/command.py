@@ -105,8 +105,8 @@ def build_service(
     Raises DsparkError where the two do not fit, or the memory is too little."""
     if target.tokenizer is None:
         raise DsparkError("target", target.name, "has no tokenizer, so it cannot be served")
-    temperatures = None if chosen is None else chosen.temperatures
-    proposer = make_proposer(target, draft, n, confidence=True, temperatures=temperatures)
+    scaling = None if chosen is None else chosen.scaling
+    proposer = make_proposer(target, draft, n, confidence=True, scaling=scaling)
     kv_tokens = settings.memory // (target.bytes_per_token + proposer.bytes_per_token)
     if kv_tokens < LEAST_TOKENS:
         need = show_bytes(LEAST_TOKENS * (target.bytes_per_token + proposer.bytes_per_token))
