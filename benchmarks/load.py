@@ -199,12 +199,11 @@ def simulate(
     confidences: Sequence[np.ndarray],
     users: int,
     mode: str,
-    seconds: float,
-    seed: int,
+    args: argparse.Namespace,
 ) -> Load:
-    """`users` users for so many seconds of the machine's own time."""
-    generator, n = np.random.default_rng(seed), MODES[mode]
-    planner = Planner(costs, n) if mode == "scheduled" else None
+    """`users` users for --seconds of the machine's own time."""
+    generator, n = np.random.default_rng(args.seed), MODES[mode]
+    planner = Planner(costs, n, args.mode) if mode == "scheduled" else None
     load = Load()
 
     def start() -> tuple[Active, int, int]:
@@ -213,7 +212,7 @@ def simulate(
         return active, session, int(generator.integers(len(sessions[session])))
 
     batch = [start() for _ in range(users)]
-    while load.seconds < seconds:
+    while load.seconds < args.seconds:
         actives = [active for active, _, _ in batch]
         drafting, width = (actives if n else [], n) if planner is None else planner.choose(actives, 0)
         width = width or n
@@ -254,9 +253,7 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
     for gpu in yaml.safe_load(args.simulate.read_text(encoding="utf-8"))["gpus"]:
         costs, levels = Gpu(gpu), []
         for users in args.users:
-            loads = {
-                mode: simulate(costs, sessions, confidences, users, mode, args.seconds, args.seed) for mode in MODES
-            }
+            loads = {mode: simulate(costs, sessions, confidences, users, mode, args) for mode in MODES}
             figures = {mode: load.figures(users) for mode, load in loads.items()}
             best = max(f["tokens_per_s"] for mode, f in figures.items() if mode != "scheduled")
             ratio = figures["scheduled"]["tokens_per_s"] / best

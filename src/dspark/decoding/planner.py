@@ -24,7 +24,9 @@ LEVELS = np.linspace(0.0, 0.95, 20)
 MEMORY = 16
 """Rounds after which a request's past counts 1 / e."""
 POOL_MEMORY = 128
-PROBE_SHARE = 0.01
+FIRST = 8
+"""Requests that draft while nothing is known yet."""
+PROBE_SHARE = 0.005
 """Share of the time that rounds may cost which are drafted against expectation, to learn whether it still holds."""
 
 
@@ -131,7 +133,7 @@ class Planner:
             return [], None
         outlooks = [self._outlook(active) for active in able]
         if not self.pool.rounds:
-            drafting, width = able, self.n
+            drafting, width = able[:FIRST], self.n
         else:
             drafting, width = self._gate(able, outlooks)
             chosen = set(drafting)
