@@ -370,7 +370,8 @@ class Engine:
                 if active.request.speculate and (self.memory.caches or not active.finished):
                     active.pending.append(taps[rows, :width].clone())  # the pass's other rows need not be kept
             # a finished request's context goes into the prefix cache, and one that waits long takes too much memory
-            self._catch_up(a for a, _ in observed if a.finished or sum(map(len, a.pending)) > PENDING_TOKENS)
+            waiting = (active for active, _ in observed if active.pending)
+            self._catch_up(a for a in waiting if (a.finished and self.memory.caches) or _behind(a) > PENDING_TOKENS)
         if self._capturing:
             chosen = self._select_captured(taps)
             for active, rows in observed:
@@ -386,6 +387,11 @@ class Engine:
 
 def _spans(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def _behind(active: Active) -> int:
+    """Tokens that the target has read and the draft's context does not hold."""
+    return active.state.length - active.context.length
 
 
 def _verify(active: Active, logits: Tensor, proposal: Proposal, best: Sequence[int] | None) -> tuple[int, list[int]]:

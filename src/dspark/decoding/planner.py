@@ -7,7 +7,7 @@ of `scheduler.py`. Neither changes what a request's output can be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
@@ -24,6 +24,8 @@ LEVELS = np.linspace(0.0, 0.95, 20)
 MEMORY = 16
 """Rounds after which a request's past counts 1 / e."""
 POOL_MEMORY = 128
+HOLD = 4
+"""Rounds that a decision of the gate holds for, while the same requests are in them."""
 FIRST = 8
 """Requests that draft while nothing is known yet."""
 PROBE_SHARE = 0.005
@@ -120,7 +122,11 @@ class Planner:
         shape = (2, len(self.widths), len(LEVELS))
         self.pool = Outlook(np.zeros(shape), np.full(n, 1.2), np.full(n, 2.0))
         self._fits, self._credit = 1.0, 0.0  # accepted / predicted; seconds that probes may take
-        self._rows, self._base, self._drafted = 0, 0, 0.0  # of the round that is being planned
+        self._rows, self._drafted = 0, 0.0  # of the round that is being planned
+        self._seconds: Floats = np.zeros(1)  # its verification, with 0, 1, ... drafts in it
+        # the gate's last decision: for which requests beside how many prompt tokens, who drafts, how wide
+        self._held: tuple[Hashable, list[Active], int] = (None, [], n)
+        self._held_for = 0
         self._tables = lru_cache(maxsize=64)(lambda rows, most: costs.verify_table(rows, most))
 
     # Before drafting
@@ -128,18 +134,23 @@ class Planner:
     def choose(self, ready: Sequence[Active], beside: int) -> tuple[list[Active], int | None]:
         """See `Schedule.choose`."""
         able = [active for active in ready if active.request.speculate]
-        self._rows, self._base = len(ready), len(ready) + beside
         if not able:
             return [], None
-        outlooks = [self._outlook(active) for active in able]
-        if not self.pool.rounds:
-            drafting, width = able[:FIRST], self.n
+        key = (tuple(able), len(ready), beside)
+        if key == self._held[0] and self._held_for < HOLD:
+            self._held_for += 1
         else:
-            drafting, width = self._gate(able, outlooks)
-            chosen = set(drafting)
-            drafting += self._probe([active for active in able if active not in chosen], width)
+            self._rows, self._seconds = len(ready), self._verification(len(ready), beside)
+            outlooks = [self._outlook(active) for active in able]
+            found = self._gate(able, outlooks) if self.pool.rounds else (able[:FIRST], self.n)
+            self._held, self._held_for = (key, *found), 1
+        _, kept, width = self._held
+        drafting = kept
         for active in able:
             active.outlook.idle += 1
+        if self.pool.rounds and len(kept) < len(able):
+            chosen = set(kept)
+            drafting = kept + self._probe([active for active in able if active not in chosen], width)
         for active in drafting:
             active.outlook.idle = 0
         self._drafted = self.costs.draft_seconds(len(drafting), width) if drafting else 0.0
@@ -153,20 +164,20 @@ class Planner:
     def _gate(self, able: list[Active], outlooks: Sequence[Outlook]) -> tuple[list[Active], int]:
         """Those that a round is expected to be faster with than a plain one, and the best width."""
         promises = np.stack([one.promise for one in outlooks])
-        table, rows, base = self._table(), self._rows, self._base
-        plain = rows / table[base]
+        seconds, rows = self._seconds, self._rows
+        plain = rows / seconds[0]
 
         def expected(kept: Floats, count: int) -> tuple[Floats, Floats]:
             """Seconds of the verification, and tokens a second of the whole round, [widths, levels] both."""
             drafted = np.array([self.costs.draft_seconds(count, width) for width in self.widths])
-            verified = np.interp(base + kept[1], np.arange(len(table)), table)
+            verified = np.interp(kept[1], np.arange(len(seconds)), seconds)
             return verified, (rows + self._fits * kept[0]) / (drafted[:, None] + verified)
 
         total = promises.sum(axis=0)
         verified, rate = expected(total, len(able))
         width, level = (int(i) for i in np.unravel_index(np.argmax(rate), rate.shape))
         price = max(float(rate[width, level]), plain)  # tokens that a second is worth
-        slope = (verified[width, level] - table[base]) / max(total[1, width, level], 1e-9)
+        slope = (verified[width, level] - seconds[0]) / max(total[1, width, level], 1e-9)
         more = self._draft_slope(len(able), self.widths[width])
         gain = self._fits * promises[:, 0, width, level] - price * (slope * promises[:, 1, width, level] + more)
         kept = np.flatnonzero(gain > 0)
@@ -181,20 +192,23 @@ class Planner:
         """Sometimes one of those that should not draft: the one that has not done so for longest."""
         if not closed:
             return []
-        table, base = self._table(), self._base
-        self._credit += PROBE_SHARE * table[base]
+        seconds = self._seconds
+        self._credit += PROBE_SHARE * seconds[0]
         active = max(closed, key=lambda one: one.outlook.idle)
         tokens, slots = (active.outlook.promise[i, self.widths.index(width)].max() for i in (0, 1))
-        cost = self.costs.draft_seconds(1, width) + np.interp(base + slots / 2, np.arange(len(table)), table)
-        cost -= table[base] * (1 + self._fits * tokens / self._rows)  # what its accepted tokens would take plainly
+        cost = self.costs.draft_seconds(1, width) + np.interp(slots / 2, np.arange(len(seconds)), seconds)
+        cost -= seconds[0] * (1 + self._fits * tokens / self._rows)  # what its accepted tokens would take plainly
         cost = max(cost, 0.2 * self.costs.draft_seconds(1, width))
         if self._credit < cost:
             return []
         self._credit = 0.0
         return [active]
 
-    def _table(self) -> Floats:
-        return self._tables(self._rows, self._base + self._rows * self.n)
+    def _verification(self, rows: int, beside: int) -> Floats:
+        """Seconds with 0, 1, ... drafts, [rows * n + 1]. Prompt tokens in the same pass are due anyway: a draft costs
+        what it costs beside them, but the round is weighed as if they were not there."""
+        table = self._tables(rows, rows + beside + rows * self.n)
+        return table[rows] + table[rows + beside :] - table[rows + beside]
 
     def _draft_slope(self, count: int, width: int) -> float:
         """Seconds that one more request adds to a draft pass."""
@@ -210,7 +224,7 @@ class Planner:
             return
         width = max(len(proposal.tokens) for proposal in proposals)
         survival = survivals([self._confidences(a, p) for a, p in zip(drafting, proposals, strict=True)], width)
-        seconds = self._drafted + self._table()[self._base :]
+        seconds = self._drafted + self._seconds
         lossless = np.array([active.rule != "rejection" for active in drafting])
         if self.mode == "delayed":
             lengths = spend(survival, self._delayed(drafting, seconds))
