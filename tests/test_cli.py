@@ -57,7 +57,8 @@ def test_json_has_the_named_fields_and_equals_plain(run, tiny_llama_folder, draf
     code, out, _ = run(*base, "none")
     assert code == 0
     plain = json.loads(out)
-    assert list(plain) == ["text", "token_ids", "finish_reason", "tokens_per_s", "acceptance_length", "rounds"]
+    named = ["text", "token_ids", "finish_reason", "tokens_per_s", "acceptance_length", "rounds", "schedule"]
+    assert list(plain) == named and plain["schedule"] == "plain decoding"
     for n in (1, 3, 7):
         answer = json.loads(run(*base, draft_folder, "-n", n)[1])
         assert answer["token_ids"] == plain["token_ids"]

@@ -22,6 +22,8 @@ from dspark.bench.bench_command import bench_command
 from dspark.bench.metrics import Answer, summarise
 from dspark.bench.overlap import rows_overlap, unseen_rows
 from dspark.bench.report_commands import gate_command, report_command
+from dspark.calibration.command import calibrate_command
+from dspark.calibration.schedule import choose_schedule
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.convert_command import convert_command, statements
 from dspark.checkpoints.hub import draft_source
@@ -121,6 +123,12 @@ def generate_command(
     seed: Annotated[int | None, typer.Option(help="Same seed, same ids, with any draft and n.")] = None,
     template: TemplateOption = "chat",
     dtype: DtypeOption = "fp32",
+    schedule: Annotated[
+        str | None, typer.Option(help="auto, fixed, early-stop or delayed  [default: auto; fixed with -n]")
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="Verify drafts up to the first less sure one: a diagnosis.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
 ) -> None:
     """Answer one prompt, coloured by round: a draft proposes, the target verifies, the output is the target's."""
@@ -131,12 +139,15 @@ def generate_command(
         raise DsparkError("n", n, "plain decoding has no draft tokens; leave it out")
     loaded = load_target(target, DTYPES[dtype])
     drafted = None if draft == "none" else load_named_draft(draft, DTYPES[dtype])
-    engine = Engine(loaded, make_proposer(loaded, drafted, n, draft_mode))
+    wanted = schedule or ("auto" if n is None and draft_mode == "block" else "fixed")
+    chosen = choose_schedule(loaded, drafted, draft_folder(draft), n, wanted, confidence_threshold)
+    proposer = make_proposer(loaded, drafted, n, draft_mode, chosen.schedule is not None, chosen.scaling)
+    engine = Engine(loaded, proposer, schedule=chosen.schedule)
     ids = ChatRenderer(loaded.tokenizer, template=template).prompt_ids([{"role": "user", "content": prompt}])
     printer = None if as_json else StreamPrinter(console, loaded.tokenizer)
     answer = generate(engine, Request(ids, max_tokens, sampling), loaded.tokenizer, printer)
     if as_json:
-        print(json.dumps(json_result(answer)))
+        print(json.dumps({**json_result(answer), "schedule": chosen.line}))
     else:
         console.print(summary_line(answer), style="dim", soft_wrap=True)
 
@@ -386,6 +397,14 @@ app.command("report", epilog=example("dspark report runs/bench", "dspark report 
     report_command
 )
 app.command("gate", epilog=example("dspark gate runs/bench --min-acceptance 2.2 --min-speedup 1.1"))(gate_command)
+app.command(
+    "calibrate",
+    epilog=example(
+        "dspark calibrate --data DIR --suite gsm8k,mbpp --out runs/calibration",
+        "dspark calibrate --profile-only",
+        "dspark calibrate --draft runs/mine/best --export sglang --export-out runs/for-sglang",
+    ),
+)(calibrate_command)
 app.command(
     "convert",
     epilog=example(

@@ -332,8 +332,8 @@ def recorded(proposer: Proposer) -> list[list[list[int]]]:
     seen: list[list[list[int]]] = []
     propose = proposer.propose
 
-    def record(batch: Any) -> list[Proposal]:
-        proposals = propose(batch)
+    def record(batch: Any, n: int | None = None) -> list[Proposal]:
+        proposals = propose(batch, n)
         seen.append([list(proposal.tokens) for proposal in proposals])
         return proposals
 

@@ -206,7 +206,7 @@ def test_what_is_refused(target, learned):
     engine = Engine(target, proposer)
     active = engine.add(Request(PROMPTS[0], 10))
     engine.step()
-    active.context.truncate(2)
+    active.pending.clear()
     engine.step()
     assert isinstance(active.result.error, DsparkError) and "anchor" in str(active.result.error)
 

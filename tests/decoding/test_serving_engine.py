@@ -209,7 +209,7 @@ def test_what_was_committed_before_a_pass_failed_is_told(target, draft, monkeypa
     engine = make(target, draft, 2)
     short, long = engine.add(Request(PROMPTS[0], 2)), engine.add(Request(PROMPTS[1], 20))
     engine.step()
-    monkeypatch.setattr(engine.proposer, "observe", lambda batch: (_ for _ in ()).throw(RuntimeError("no room")))
+    monkeypatch.setattr(engine, "_observe", lambda *_: (_ for _ in ()).throw(RuntimeError("no room")))
     steps = engine.step()
     assert [active for active, _ in steps][:2] == [short, long]
     assert short.result.finish_reason == "length" and sum(len(s.new_ids) for a, s in steps if a is short) == 1
@@ -227,7 +227,7 @@ def test_a_request_that_fails_alone(target, draft, monkeypatch):
             raise ValueError("broken")
 
     broken.processor = Broken()
-    monkeypatch.setattr(engine.proposer, "propose", lambda batch: [engines.Proposal() for _ in batch])
+    monkeypatch.setattr(engine.proposer, "propose", lambda batch, n: [engines.Proposal() for _ in batch])
     engine.step()
     monkeypatch.undo()
     assert broken.result.finish_reason == "error" and "broken" in str(broken.result.error)

@@ -22,7 +22,7 @@ from scipy.optimize import isotonic_regression
 
 from dspark.calibration.passes import Passes, time_in_turns
 from dspark.decoding.drafting import DraftProposer
-from dspark.decoding.proposers import make_proposer
+from dspark.decoding.proposers import Proposer, make_proposer
 from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 from dspark.machine import describe_machine
@@ -39,7 +39,8 @@ class _Frozen(BaseModel):
 
 
 class CostSettings(_Frozen):
-    """What was measured. context: tokens every request had read; n: draft tokens a round; threads: PyTorch's."""
+    """What was measured. context: tokens every request had read; n: draft tokens a round at most; threads: PyTorch's;
+    weight_bytes: of the target, as it is stored (None: it does not tell)."""
 
     target: str
     draft: str
@@ -48,6 +49,7 @@ class CostSettings(_Frozen):
     context: Count
     n: Count
     repeats: Count
+    weight_bytes: Count | None = None
 
 
 class VerifyPoint(_Frozen):
@@ -62,10 +64,14 @@ class VerifyPoint(_Frozen):
 
 
 class DraftPoint(_Frozen):
-    """Median seconds of one draft pass for so many requests, with writing the context of two tokens of each."""
+    """Median seconds of one draft pass for so many requests, with writing the context of two tokens of each.
+
+    n: draft tokens it gave each (None: as many as the settings say).
+    """
 
     requests: Count
     seconds: Seconds
+    n: Count | None = None
 
 
 class CostProfile(_Frozen):
@@ -86,7 +92,7 @@ class CostProfile(_Frozen):
     @field_validator("draft")
     @classmethod
     def _each_once(cls, points: tuple[DraftPoint, ...]) -> tuple[DraftPoint, ...]:
-        if len({point.requests for point in points}) != len(points):
+        if len({(point.requests, point.n) for point in points}) != len(points):
             raise ValueError("must have every number of requests once")
         return points
 
@@ -101,11 +107,32 @@ class CostProfile(_Frozen):
             raise DsparkError("requests", requests, f"must be 1..{tokens}, every one has a new token at least")
         return _read(self._verify_curve, tokens) + requests * self.request_seconds
 
-    def draft_seconds(self, requests: int) -> float:
-        """One draft pass of n slots for `requests` requests. Raises DsparkError unless requests >= 1."""
+    def steps_per_second(self, tokens: int) -> float:
+        """The paper's SPS(B): passes a second with B tokens in the batch. It never rises with B."""
+        return 1.0 / self.verify_seconds(tokens)
+
+    def verify_table(self, requests: int, most: int) -> np.ndarray:
+        """Seconds of a pass over 0, 1, ..., `most` new tokens of `requests` requests, [most + 1], a step a token; the
+        entries below `requests`, which no pass has, are those of `requests` tokens."""
+        tokens = np.maximum(np.arange(most + 1), max(requests, 1))
+        xs, ys = self._verify_curve
+        slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else 0.0
+        inside = np.interp(tokens, xs, ys) + np.maximum(tokens - xs[-1], 0) * slope
+        return inside + requests * self.request_seconds
+
+    def draft_seconds(self, requests: int, n: int | None = None) -> float:
+        """One draft pass for `requests` requests: as many slots as asked for (None: all), or, where that was not
+        measured, the next more. Raises DsparkError unless requests >= 1."""
         if requests < 1:
             raise DsparkError("requests", requests, "must be at least 1")
-        return _read(self._draft_curve, requests)
+        widths = self.widths
+        width = widths[-1] if n is None else next((one for one in widths if one >= n), widths[-1])
+        return _read(self._draft_curves[width], requests)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of draft tokens a round that were measured, ascending."""
+        return tuple(sorted({point.n or self.settings.n for point in self.draft}))
 
     @cached_property
     def request_seconds(self) -> float:
@@ -124,8 +151,11 @@ class CostProfile(_Frozen):
         return _monotone((p.tokens, p.seconds - len(p.counts) * self.request_seconds) for p in self.verify)
 
     @cached_property
-    def _draft_curve(self) -> tuple[np.ndarray, np.ndarray]:
-        return _monotone((point.requests, point.seconds) for point in self.draft)
+    def _draft_curves(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        return {
+            n: _monotone((p.requests, p.seconds) for p in self.draft if (p.n or self.settings.n) == n)
+            for n in self.widths
+        }
 
     def save(self, path: str | Path) -> None:
         """Write the file whole: under another name first, then renamed."""
@@ -179,25 +209,28 @@ def measure_cost(
     tokens: Sequence[int] = TOKENS,
     requests: Sequence[int] = REQUESTS,
     n: int | None = None,
+    widths: Sequence[int] = (),
     repeats: int = 20,
 ) -> CostProfile:
     """Measure both curves, all points in turns, every request with the context `ids`.
 
     Every number of tokens is measured over as few requests as a round of n has, and over one request a token as far
-    as `requests` goes. Raises DsparkError for a draft of another target, n > gamma, a context without room, or
-    numbers below 1.
+    as `requests` goes. widths: shorter draft passes to measure as well, those below n. Raises DsparkError for a draft
+    of another target, n > gamma, a context without room, or numbers below 1.
     """
     for field, values in (("tokens", tokens), ("requests", requests)):
         if not values or min(values) < 1:
             raise DsparkError(field, list(values), "must be numbers of at least 1")
-    proposer = make_proposer(target, draft, n)
-    assert isinstance(proposer, DraftProposer)  # a draft was given
-    widest, alone = proposer.n + 1, max(requests)
+    proposers: dict[int | None, Proposer] = {None: make_proposer(target, draft, n)}
+    whole = proposers[None].n
+    proposers |= {one: make_proposer(target, draft, one) for one in sorted(set(widths)) if one < whole}
+    widest, alone = whole + 1, max(requests)
     batches = {spread(count, widest): None for count in tokens}
     batches |= {(1,) * count: None for count in tokens if count <= alone}
-    passes = Passes(target, proposer, ids, max(alone, *map(len, batches)), widest)
-    jobs = {counts: partial(passes.verify, counts) for counts in batches}
-    drafts = {count: partial(passes.draft, count) for count in requests}
+    most = max(alone, *map(len, batches))
+    passes = {one: Passes(target, _drafting(proposer), ids, most, widest) for one, proposer in proposers.items()}
+    jobs = {counts: partial(passes[None].verify, counts) for counts in batches}
+    drafts = {(one, count): partial(passes[one].draft, count) for one in passes for count in requests}
     seconds = {key: median(taken) for key, taken in time_in_turns({**jobs, **drafts}, repeats).items()}
     return CostProfile(
         machine=describe_machine(),
@@ -207,9 +240,15 @@ def measure_cost(
             dtype=str(target.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             context=len(ids),
-            n=proposer.n,
+            n=whole,
             repeats=repeats,
+            weight_bytes=getattr(target, "weight_bytes", None),
         ),
         verify=tuple(VerifyPoint(counts=counts, seconds=seconds[counts]) for counts in jobs),
-        draft=tuple(DraftPoint(requests=count, seconds=seconds[count]) for count in drafts),
+        draft=tuple(DraftPoint(requests=count, seconds=seconds[one, count], n=one) for one, count in drafts),
     )
+
+
+def _drafting(proposer: Proposer) -> DraftProposer:
+    assert isinstance(proposer, DraftProposer)  # a draft was given
+    return proposer

@@ -67,7 +67,7 @@ class DraftProposer(ABC):
         self._model.write_context([(active.context, taps) for active, taps in committed])
 
     @abstractmethod
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
         """See `Proposer.propose`."""
 
     def _check_logits(self, logits: Tensor) -> None:

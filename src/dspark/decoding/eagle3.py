@@ -28,7 +28,7 @@ class Eagle3Proposer(DraftProposer):
         self.bytes_per_token = (heads * kept + draft.config.hidden_size) * draft.norm.weight.itemsize
 
     @torch.no_grad()
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
         """See `Proposer.propose`. Raises DsparkError for a context that is not that of all tokens but the anchor."""
         for active in batch:
             if len(active.ids) != active.context.length + 1:
@@ -38,7 +38,7 @@ class Eagle3Proposer(DraftProposer):
         contexts = [active.context for active in batch]
         hidden = draft.first_step([(a.context, a.ids[a.context.written + 1 :]) for a in batch])
         tokens = self._pick(hidden, batch, 0, proposals)
-        for step in range(1, self.n):
+        for step in range(1, n or self.n):
             hidden = draft.next_step(contexts, tokens, hidden, step)
             tokens = self._pick(hidden, batch, step, proposals)
         return proposals

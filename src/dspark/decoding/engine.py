@@ -20,6 +20,7 @@ from torch import Tensor
 from dspark.decoding.drafting import Proposal
 from dspark.decoding.grammar import GrammarCompiler
 from dspark.decoding.memory import Memory
+from dspark.decoding.planner import Fixed, Schedule
 from dspark.decoding.process import LogitsProcessor
 from dspark.decoding.proposers import NoProposer, Proposer
 from dspark.decoding.request import Active, FinishReason, NoState, Request, Result, Round, TokenLogprob, rule_of
@@ -31,6 +32,8 @@ from dspark.targets.base import Target, TargetOutput
 
 PREFILL_TOKENS = 2048
 """Prompt tokens that go through the target in one pass."""
+PENDING_TOKENS = 256
+"""Committed tokens whose taps may wait, while their request does not draft, to be written to its context at once."""
 
 Capture = Callable[[int, Tensor, Tensor], None]
 
@@ -55,7 +58,8 @@ class Engine:
 
     max_batch: requests in flight; capture_taps: layers whose outputs `capture` is given (see `run`); kv_tokens: tokens
     of memory for all requests and the prefix cache (None: whatever they ask for); prefill_tokens: prompt tokens a pass;
-    prefix_cache: keep what finished requests have read; max_waiting: requests that may wait (None: any number).
+    prefix_cache: keep what finished requests have read; max_waiting: requests that may wait (None: any number);
+    schedule: who drafts, and how much of it is verified (None: everyone, everything).
 
     `add` and `step` are for servers, `run` and `stream` serve whole lists and single requests. All are for one thread.
     """
@@ -71,6 +75,7 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache: bool = False,
         max_waiting: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         if max_batch < 1:
             raise DsparkError("max_batch", max_batch, "must be at least 1")
@@ -82,6 +87,7 @@ class Engine:
             )
         self.target = target
         self.proposer: Proposer = proposer or NoProposer()
+        self.schedule: Schedule = schedule or Fixed()
         self.max_batch, self.capture_taps = max_batch, tuple(capture_taps)
         self.prefill_tokens, self.max_waiting = prefill_tokens, max_waiting
         self.memory = Memory(target, self.proposer, kv_tokens, prefix_cache)
@@ -279,13 +285,15 @@ class Engine:
         """One draft pass and one target pass: a verification block of every request in a round, and a part of the
         prompt of those that still read theirs. What was committed is in `steps` even when something fails later."""
         ready = [active for active in self.running if not active.unread]
-        proposals = self._propose(ready)
+        reading, chunks = self._chunks()
+        drafting, n = self.schedule.choose(ready, sum(map(len, chunks)))
+        drafted = self._propose(drafting, n)
+        proposals = [drafted.get(active) or Proposal() for active in ready]
         proposed = [len(proposal.tokens) for proposal in proposals]
-        blocks: list[list[int]] = []
         for active, proposal in zip(ready, proposals, strict=True):
             proposal.cut(active.state.capacity - len(active.ids))  # the context ends inside the block: verify less
-            blocks.append([active.ids[-1], *proposal.tokens])
-        reading, chunks = self._chunks()
+        self.schedule.cut(list(drafted), list(drafted.values()))
+        blocks = [[active.ids[-1], *proposal.tokens] for active, proposal in zip(ready, proposals, strict=True)]
         wanted = [len(block) for block in blocks]
         wanted += [int(len(chunk) == active.unread) for active, chunk in zip(reading, chunks, strict=True)]
         batch = [
@@ -306,11 +314,18 @@ class Engine:
                 steps.append((active, self._commit(active, out, chosen[i], Proposal(), None)))
         self._observe(observed, out)
 
-    def _propose(self, ready: list[Active]) -> list[Proposal]:
-        """One draft pass for the requests that speculate; the others propose nothing."""
-        drafting = [active for active in ready if active.request.speculate]
-        drafted = iter(self.proposer.propose(drafting) if drafting else [])
-        return [next(drafted) if active.request.speculate else Proposal() for active in ready]
+    def _propose(self, drafting: list[Active], n: int | None) -> dict[Active, Proposal]:
+        """One draft pass of n tokens for the requests that draft; the others propose nothing."""
+        self._catch_up(drafting)
+        return dict(zip(drafting, self.proposer.propose(drafting, n) if drafting else [], strict=True))
+
+    def _catch_up(self, actives: Iterable[Active]) -> None:
+        """Write the contexts of requests up to their anchor, in one pass."""
+        behind = [(active, torch.cat(active.pending)) for active in actives if active.pending]
+        if behind:
+            self.proposer.observe(behind)
+        for active, _ in behind:
+            active.pending.clear()
 
     def _chunks(self) -> tuple[list[Active], list[list[int]]]:
         """Which requests read a part of their prompt in this pass, and which ids."""
@@ -341,22 +356,22 @@ class Engine:
             active.state.truncate(len(active.ids) - 1)
             record = Round(proposed, len(proposal.tokens), min(accepted, len(kept)))
             active.result.rounds.append(record)
+            self.schedule.learn(active, proposal, record)
         return Step(kept, record, "" if active.words is None else active.words.take(), proposal.confidence)
 
     def _observe(self, observed: list[tuple[Active, slice]], out: TargetOutput) -> None:
-        """Hand the taps of committed tokens to the proposer and to the capture."""
+        """Keep the taps of committed tokens for the proposer, and hand them to the capture."""
         taps = out.taps
         if taps is None:
             return
         if self.proposer.taps:
             width = len(self.proposer.taps) * self.target.hidden_size  # the proposer's own taps come first
-            going = [
-                (a, taps[rows, :width])
-                for a, rows in observed
-                if a.request.speculate and (self.memory.caches or not a.finished)
-            ]
-            if going:
-                self.proposer.observe(going)
+            for active, rows in observed:
+                if active.request.speculate and (self.memory.caches or not active.finished):
+                    active.pending.append(taps[rows, :width].clone())  # the pass's other rows need not be kept
+            # a finished request's context goes into the prefix cache, and one that waits long takes too much memory
+            waiting = (active for active, _ in observed if active.pending)
+            self._catch_up(a for a in waiting if (a.finished and self.memory.caches) or _behind(a) > PENDING_TOKENS)
         if self._capturing:
             chosen = self._select_captured(taps)
             for active, rows in observed:
@@ -372,6 +387,11 @@ class Engine:
 
 def _spans(counts: Iterable[int]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def _behind(active: Active) -> int:
+    """Tokens that the target has read and the draft's context does not hold."""
+    return active.state.length - active.context.length
 
 
 def _verify(active: Active, logits: Tensor, proposal: Proposal, best: Sequence[int] | None) -> tuple[int, list[int]]:

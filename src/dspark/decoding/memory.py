@@ -83,10 +83,13 @@ class Memory:
 
     def retire(self, active: Active) -> None:
         """A request is over: its memory is kept as a prefix, or freed. One without the draft's context is no prefix
-        for those that speculate, and is freed."""
+        for those that speculate, and is freed; one whose context is behind is a prefix as far as that goes."""
         whole = active.request.speculate or not self.proposer.n
-        if self.caches and whole and active.result.error is None and active.state.length:
-            self.prefixes.keep(active.ids[: active.state.length], active.state, active.context)
+        length = active.state.length
+        if self.proposer.n and active.context is not None:
+            length = min(length, active.context.length)
+        if self.caches and whole and active.result.error is None and length:
+            self.prefixes.keep(active.ids[:length], active.state, active.context)
         active.release()
 
     def release(self, active: Active) -> None:

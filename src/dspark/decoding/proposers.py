@@ -18,6 +18,9 @@ from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.targets.packed import fingerprint, pack_linears, packed
 
+Scaling = Sequence[tuple[float, float]]
+"""(scale, offset) of every slot's confidence."""
+
 
 class Proposer(Protocol):
     """taps: the target layers it reads (0-based); n: draft tokens a round at most; bytes_per_token: what its context
@@ -36,8 +39,8 @@ class Proposer(Protocol):
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
         """The target has read tokens that stay: their taps [t, m * d], once per token, in order."""
 
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
-        """One draft pass for the whole batch."""
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
+        """One draft pass for the whole batch, of n tokens each (None: as many as a round has at most)."""
 
 
 class NoProposer:
@@ -56,7 +59,7 @@ class NoProposer:
     def observe(self, committed: Sequence[tuple[Active, Tensor]]) -> None:
         return None
 
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
         return [Proposal() for _ in batch]
 
 
@@ -65,8 +68,8 @@ class DSparkProposer(DraftProposer):
 
     n: draft tokens a round, 1..gamma. mode "block" runs an n-slot block, as every engine does; "prefix" runs the
     full gamma-slot block and keeps its first n tokens (a diagnostic). confidence: fill in `Proposal.confidence` (for a
-    draft with that head).
-    Raises DsparkError when n is out of range.
+    draft with that head), sigmoid(scale * logit + offset) with the scaling of its slots (1 and 0 by default).
+    Raises DsparkError when n is out of range, or for a scaling of fewer slots than n.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class DSparkProposer(DraftProposer):
         n: int | None = None,
         mode: Literal["block", "prefix"] = "block",
         confidence: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__(draft, n)
         if mode not in ("block", "prefix"):
@@ -84,23 +88,28 @@ class DSparkProposer(DraftProposer):
         heads, key_width, value_width = draft.config.cached_shape
         kept = key_width if draft.config.attention == "mla" else key_width + value_width
         self.bytes_per_token = draft.config.num_hidden_layers * heads * kept * draft.norm.weight.itemsize
+        given = [(1.0, 0.0)] * self.n if scaling is None else list(scaling)
+        if len(given) < self.n:
+            raise DsparkError("scaling", f"{len(given)} slots", f"must have one pair for each of {self.n}")
+        self._scales, self._offsets = torch.tensor(given, dtype=torch.float64).T
 
     @torch.no_grad()
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
-        draft = self.draft
-        hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], self.width)
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
+        draft, n = self.draft, n or self.n
+        width = n if self.width == self.n else self.width
+        hidden = draft.block_hidden([(active.context, active.ids[-1]) for active in batch], width)
         base = draft.base_logits(hidden)
         self._check_logits(base)
         previous = torch.tensor([active.ids[-1] for active in batch])
-        tokens = self._greedy_tokens(batch, base, previous)
+        tokens = self._greedy_tokens(batch, base[:, :n], previous)
         if tokens is not None:
-            proposals = [Proposal(row, [None] * self.n) for row in tokens.tolist()]
+            proposals = [Proposal(row, [None] * n) for row in tokens.tolist()]
             self._rate(proposals, hidden, torch.cat((previous[:, None], tokens[:, :-1]), 1))
             return proposals
         state = draft.markov_start(len(batch))
         proposals = [Proposal() for _ in batch]
         before = []
-        for slot in range(self.n):
+        for slot in range(n):
             before.append(previous)
             logits, state = draft.slot_logits(base[:, slot], hidden[:, slot], previous, state)
             previous = self._choose(logits, batch, slot, proposals)
@@ -113,15 +122,17 @@ class DSparkProposer(DraftProposer):
             return None
         if any(active.rule != "greedy" or active.processor is not None for active in batch):
             return None
-        return self.draft.compiled.greedy_tokens(base[:, : self.n], previous)
+        return self.draft.compiled.greedy_tokens(base, previous)
 
     def _rate(self, proposals: list[Proposal], hidden: Tensor, before: Tensor) -> None:
         """Fill in the confidences, if wanted, from hidden [R, >= n, d] and the tokens before each slot [R, n]."""
         if not self.confidence:
             return
-        survives = self.draft.confidence(hidden[:, : self.n], before)
+        count = before.shape[1]
+        survives = self.draft.confidence(hidden[:, :count], before)
         assert survives is not None  # a draft without the head gives none, and then none is asked for
-        for proposal, row in zip(proposals, survives.float().sigmoid().tolist(), strict=True):
+        scaled = (survives.double() * self._scales[:count] + self._offsets[:count]).sigmoid()
+        for proposal, row in zip(proposals, scaled.tolist(), strict=True):
             proposal.confidence = row[: len(proposal.tokens)]
 
 
@@ -130,13 +141,15 @@ def draft_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
+    scaling: Scaling | None = None,
 ) -> DraftProposer:
-    """The proposer of this kind of draft, which must be bound before it proposes. mode and confidence: DSpark's.
+    """The proposer of this kind of draft, which must be bound before it proposes. mode, confidence, scaling:
+    DSpark's.
 
     Raises DsparkError when n is out of range, or for a mode that an EAGLE-3 draft has not.
     """
     if isinstance(draft, DSparkDraft):
-        return DSparkProposer(draft, n, mode, confidence)
+        return DSparkProposer(draft, n, mode, confidence, scaling)
     if mode != "block":
         raise DsparkError("draft_mode", mode, "is for blocks; an EAGLE-3 draft has only `block`, one pass a token")
     return Eagle3Proposer(draft, n)
@@ -148,6 +161,7 @@ def make_proposer(
     n: int | None = None,
     mode: Literal["block", "prefix"] = "block",
     confidence: bool = False,
+    scaling: Scaling | None = None,
 ) -> Proposer:
     """A proposer for this pair: checks that the draft was made for the target, lends it the target's embedding and
     head, and packs its linear layers for this machine. draft None is plain decoding.
@@ -167,7 +181,7 @@ def make_proposer(
     elif draft.packed is None:
         pack_linears(draft)
     draft.packed = fingerprint(draft)
-    return draft_proposer(draft, n, mode, confidence)
+    return draft_proposer(draft, n, mode, confidence, scaling)
 
 
 def _pack_dspark(draft: DSparkDraft) -> None:

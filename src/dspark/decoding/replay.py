@@ -8,13 +8,13 @@ ones, and those sampled with a seed, whose draft tokens are drawn with the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dspark.decoding.drafting import DraftProposer
+from dspark.decoding.drafting import DraftProposer, Proposal
 from dspark.decoding.process import LogitsProcessor
 from dspark.decoding.request import Active, NoState, Request, Round, SamplingSettings, rule_of
 from dspark.errors import DsparkError
@@ -23,8 +23,13 @@ from dspark.errors import DsparkError
 class TokenRow(Protocol):
     """A row as ids (see `data/rows.py`)."""
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the target was shown."""
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """What it wrote."""
 
 
 def replay(
@@ -33,12 +38,14 @@ def replay(
     batch: int = 32,
     max_context: int | None = None,
     sampling: SamplingSettings | None = None,
+    watch: Callable[[int, Proposal], None] | None = None,
 ) -> list[list[Round]]:
     """Round records of each row, in order.
 
     rows: (row, taps [T, m * d]) with T >= prompt + answer - 1, the taps being the draft's own, in its order.
     max_context: the target's context, where a round that would cross it is verified less deep, as in serving.
-    sampling: how the target wrote all rows (None: greedily). Raises DsparkError when that leaves them to chance, or
+    sampling: how the target wrote all rows (None: greedily). watch: is given every proposal with its row's place, in
+    the order of that row's rounds. Raises DsparkError when that leaves them to chance, or
     changes logits in more ways than temperature, top-k, top-p and min-p.
     """
     sampling = sampling or SamplingSettings()
@@ -66,6 +73,8 @@ def replay(
                 proposer.observe([item for walk in running for item in walk.read()])
                 for walk, proposal in zip(running, proposer.propose([w.active for w in running]), strict=True):
                     walk.advance(proposal.tokens)
+                    if watch is not None:
+                        watch(walk.index, proposal)
     return [records[index] for index in sorted(records)]
 
 

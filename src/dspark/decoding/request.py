@@ -181,13 +181,14 @@ class NoState:
         self.grow(length)
 
 
-@dataclass
+@dataclass(eq=False)
 class Active:
     """A request being served. Only committed tokens are in `ids`; the last of them, the anchor, is not yet read.
 
     state: the target's K/V of ids[:-1]; context: whatever the proposer keeps (a draft's context K/V); limit: output
     tokens at most; longest: tokens of memory it can ever need; processor: what it changes in logits (None: nothing);
-    words: its text so far (None: the target has no tokenizer)
+    words: its text so far (None: the target has no tokenizer); pending: taps of committed tokens that `context` does
+    not hold yet; outlook: what the schedule expects of it
     """
 
     index: int
@@ -205,6 +206,8 @@ class Active:
     cancelled: bool = False
     result: Result = field(init=False)
     captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pending: list[Tensor] = field(default_factory=list)
+    outlook: Any = None
     added: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -277,6 +280,7 @@ class Active:
     def release(self) -> None:
         """Hold no memory any more."""
         self.state, self.context = NoState(), None
+        self.pending.clear()
 
 
 def rule_of(sampling: SamplingSettings) -> Rule:

@@ -20,7 +20,8 @@ import torch
 import typer
 import uvicorn
 
-from dspark.checkpoints.builtin import EMBEDDED_DRAFT, load_named_draft
+from dspark.calibration.schedule import Chosen, choose_schedule
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.decoding.engine import Engine
 from dspark.decoding.proposers import draft_proposer, make_proposer
 from dspark.drafts.kinds import Draft
@@ -93,13 +94,19 @@ def show_bytes(count: int) -> str:
 
 
 def build_service(
-    target: Target, draft: Draft | None, n: int | None, draft_name: str | None, settings: ServeSettings
+    target: Target,
+    draft: Draft | None,
+    n: int | None,
+    draft_name: str | None,
+    settings: ServeSettings,
+    chosen: Chosen | None = None,
 ) -> Service:
-    """An engine for this pair and all that the endpoints need. Raises DsparkError where the two do not fit, or the
-    memory is too little."""
+    """An engine for this pair and all that the endpoints need; chosen: its schedule (None: all drafts are verified).
+    Raises DsparkError where the two do not fit, or the memory is too little."""
     if target.tokenizer is None:
         raise DsparkError("target", target.name, "has no tokenizer, so it cannot be served")
-    proposer = make_proposer(target, draft, n, confidence=True)
+    scaling = None if chosen is None else chosen.scaling
+    proposer = make_proposer(target, draft, n, confidence=True, scaling=scaling)
     kv_tokens = settings.memory // (target.bytes_per_token + proposer.bytes_per_token)
     if kv_tokens < LEAST_TOKENS:
         need = show_bytes(LEAST_TOKENS * (target.bytes_per_token + proposer.bytes_per_token))
@@ -111,6 +118,7 @@ def build_service(
         kv_tokens=kv_tokens,
         prefill_tokens=settings.prefill_tokens,
         prefix_cache=settings.prefix_cache,
+        schedule=None if chosen is None else chosen.schedule,
     )
     tokenizer = copy.deepcopy(target.tokenizer)
     converter = Converter(target, tokenizer, engine.max_context, settings.timeout)
@@ -219,6 +227,12 @@ def serve_command(
     n: Annotated[
         int | None, typer.Option("-n", "--n", help="Draft tokens a round, up to the draft's gamma (the default).")
     ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="How many drafts are verified: auto, fixed (all n), early-stop or delayed.")
+    ] = "auto",
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="Verify drafts up to the first less sure one: a diagnosis.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
     max_batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 8,
@@ -267,25 +281,28 @@ def serve_command(
         drafted = None if no_draft else load_named_draft(draft)
         if drafted is not None:
             draft_proposer(drafted, n)  # refuses a wrong n before the target takes its time
-        service = build_service(load_target(target), drafted, n, None if no_draft else draft, settings)
-        serve(service, listening, settings)
+        loaded = load_target(target)
+        chosen = choose_schedule(loaded, drafted, draft_folder(draft), n, schedule, confidence_threshold)
+        service = build_service(loaded, drafted, n, None if no_draft else draft, settings, chosen)
+        serve(service, listening, settings, chosen.line)
 
 
-def ready_line(service: Service, settings: ServeSettings, url: str) -> str:
-    """What is served where, in one line."""
+def ready_line(service: Service, settings: ServeSettings, url: str, schedule: str = "") -> str:
+    """What is served where, in one line; schedule: how many drafts are verified."""
     engine = service.loop.engine
     drafted = "plain" if service.draft is None else f"draft {service.draft}, n = {engine.proposer.n}"
     return (
         f"serving {service.model} at {url} ({drafted}, {show_bytes(settings.memory)} of memory for "
-        f"{engine.memory.budget:,} tokens, context {engine.max_context:,}, {engine.max_batch} at once)"
+        f"{engine.memory.budget:,} tokens, context {engine.max_context:,}, {engine.max_batch} at once"
+        + (f"; {schedule})" if schedule and service.draft is not None else ")")
     )
 
 
-def serve(service: Service, listening: socket.socket, settings: ServeSettings) -> None:
+def serve(service: Service, listening: socket.socket, settings: ServeSettings, schedule: str = "") -> None:
     """Serve until a signal ends it. Raises DsparkError when somebody else has taken the port meanwhile."""
     port = listening.getsockname()[1]
     try:
-        Server(service, settings.drain, ready_line(service, settings, address_of(listening))).run([listening])
+        Server(service, settings.drain, ready_line(service, settings, address_of(listening), schedule)).run([listening])
     except OSError as error:
         raise DsparkError("port", port, f"cannot be listened on: {error.strerror}") from None
     except KeyboardInterrupt:  # uvicorn gives the signal back once everything has ended

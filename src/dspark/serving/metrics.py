@@ -40,6 +40,9 @@ class Metrics:
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
         text = "Accepted draft tokens of a round that verified some (bonus not counted)."
         self._per_round = self._histogram("dspark:accepted_tokens_per_round", text, tuple(range(n + 1)))
+        text = "Draft tokens that a round verified, 0 for a plain one."
+        self._lengths = self._histogram("dspark:scheduled_tokens_per_round", text, tuple(range(n + 1)))
+        self._proposed = self._counter("dspark:proposed_draft_tokens", "Draft tokens that were drafted.")
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._values)
@@ -67,6 +70,9 @@ class Metrics:
             self._queries.inc(len(active.request.prompt_ids))
             self._hits.inc(active.result.cached_tokens)
             self._first.observe(first_after)
+        if step.round is not None:
+            self._lengths.observe(step.round.scheduled)
+            self._proposed.inc(step.round.proposed)
         if step.round is not None and step.round.scheduled:
             self._drafts.inc()
             self._drafted.inc(step.round.scheduled)
