@@ -6,8 +6,8 @@ import string
 import pytest
 from tests.decoding.conftest import draft_config
 
-from dspark import cli
 from dspark.data.rows import Row, write_rows
+from dspark.training.features import features_folder
 
 
 def test_a_place_that_cannot_be_written_is_one_line(run, tiny_llama_folder, tmp_path):
@@ -79,7 +79,7 @@ def test_rows_files_of_two_shards_have_features_of_their_own(run, tiny_llama_fol
         written = {json.loads(line)["id"] for line in out.read_text().splitlines()}
         index = json.loads((tmp_path / f"rows.{part}.features" / "index.json").read_text())
         assert written == set(index["rows"]) and written
-    assert cli.features_folder(tmp_path / "rows.jsonl") == tmp_path / "rows.features"
+    assert features_folder(tmp_path / "rows.jsonl") == tmp_path / "rows.features"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,13 @@ from dspark.serving.command import serve_command
 from dspark.serving.launch.launch_command import launch_command
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
-from dspark.training.features import CachedFeatures, FeatureSource, FeatureWriter, InProcessFeatures, cache_features
+from dspark.training.features import (
+    FeatureWriter,
+    InProcessFeatures,
+    cache_features,
+    feature_source,
+    features_folder,
+)
 from dspark.training.recipe import load_recipe
 from dspark.training.trainer import train as run_training
 
@@ -255,11 +261,6 @@ def _shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def features_folder(rows: Path) -> Path:
-    """Where the features of a rows file are kept: rows.jsonl -> rows.features, rows.0 -> rows.0.features."""
-    return rows.with_name(rows.name.removesuffix(".jsonl") + ".features")
-
-
 @app.command("train", epilog=example("dspark train smollm2-135m training.steps=2000 training.out=runs/mine"))
 def train_command(
     recipe: Annotated[str, typer.Argument(help="Recipe name or path.")],
@@ -312,12 +313,7 @@ def replay_command(
         raise DsparkError("rows", str(rows), f"was written by {notes.target!r}, not by {loaded.name!r}")
     proposer = make_proposer(loaded, drafted, n, draft_mode)
     assert isinstance(proposer, DraftProposer)
-    folder = features_folder(rows)
-    source: FeatureSource = InProcessFeatures(loaded, proposer.taps)
-    if folder.is_dir():
-        cached = CachedFeatures(folder)
-        cached.expect(loaded.name, proposer.taps, loaded.hidden_size, loaded.num_layers)
-        source = cached
+    source = feature_source(rows, loaded, proposer.taps)
     walked = replay(proposer, ((row, source.get(row).taps.float()) for row in found), batch, loaded.max_context)
     answers = [Answer(row.source, rounds, detect_loop(row.text_ids)) for row, rounds in zip(found, walked, strict=True)]
     summary, overlap = summarise(answers, proposer.n), rows_overlap(draft_folder(draft), found)

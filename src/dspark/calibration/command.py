@@ -12,14 +12,16 @@ from dspark.calibration.cost import CostProfile
 from dspark.calibration.export import export
 from dspark.calibration.figures import reliability_png, write_page
 from dspark.calibration.profiles import changes, measure_profile, profile_path
-from dspark.calibration.rounds import Rounds, collect_rounds
+from dspark.calibration.rounds import Rounds, collect_rounds, joined, rounds_of_rows
 from dspark.calibration.schedule import know
 from dspark.calibration.stored import Calibration, Measured, slots
 from dspark.calibration.temperature import assess, fit_scaling, fit_temperatures, of_temperatures
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder, load_named_draft
 from dspark.checkpoints.native import PROMPTS_FILE, weights_sha256
 from dspark.data.chat import ChatRenderer
+from dspark.data.notes import read_notes
 from dspark.data.prompts import Prompt, demo_prompts, prompt_hash, read_prompt_hashes, read_prompts
+from dspark.data.rows import check_ids, read_rows
 from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.proposers import make_proposer
 from dspark.drafts.kinds import Draft
@@ -27,6 +29,7 @@ from dspark.errors import DsparkError
 from dspark.targets.base import Target
 from dspark.targets.embedded import EMBEDDED
 from dspark.targets.transformers import load_target
+from dspark.training.features import feature_source
 
 console = Console(stderr=True, soft_wrap=True)
 ENOUGH = 1000
@@ -46,6 +49,10 @@ def calibrate_command(
     unseen_data: Annotated[Path | None, typer.Option(help="Folder of those, if it is another one.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each data set at most, in the order of a hash.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=2, help="Answer tokens at most.")] = 256,
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option(help="Rows that the target wrote greedily, with their features if kept: in place of prompts."),
+    ] = None,
     by_domain: Annotated[bool, typer.Option("--by-domain", help="Temperatures of each data set as well.")] = False,
     rounds: Annotated[Path | None, typer.Option(help="Rounds collected before (rounds.npz): fit on them.")] = None,
     unseen_rounds: Annotated[Path | None, typer.Option(help="Such a file to report on without fitting.")] = None,
@@ -65,15 +72,19 @@ def calibrate_command(
     sha256 = weights_sha256(drafted)
     if export_for is not None:
         return _export(export_for, export_out, target, drafted, draft, folder, sha256)
-    fitted = rounds is not None or suite is not None or data is not None
-    if not profile_only and not fitted:
-        raise DsparkError("suite", None, "name data sets to fit on, or give --profile-only")
+    ways = [name for name, given in (("rounds", rounds), ("rows", rows), ("suite", suite or data)) if given]
+    if len(ways) != 1 and not profile_only:
+        named = " and ".join(ways) or None
+        raise DsparkError("suite", named, "give one of --suite (or --data), --rows and --rounds, or --profile-only")
     known = _trained_on(folder)
-    asked = {} if profile_only or rounds else _suites(suite, data, limit, known)
+    asked = {} if profile_only or rounds or rows else _suites(suite, data, limit, known)
     others = _suites(unseen, unseen_data or data, limit, known) if unseen or unseen_data else {}
     loaded = load_target(target)
     if not profile_only:
-        used = _rounds(rounds, loaded, drafted, asked, max_tokens, out, "rounds.npz")
+        if rows:
+            used = _of_rows(rows, loaded, drafted, known, out)
+        else:
+            used = _rounds(rounds, loaded, drafted, asked, max_tokens, out, "rounds.npz")
         apart = _rounds(unseen_rounds, loaded, drafted, others, max_tokens, out, "unseen.npz")
         found = _fit(used, apart, by_domain, sha256, loaded.name, max_tokens, out)
         path = found.save(save_to or folder)
@@ -137,6 +148,39 @@ def _rounds(
         )
     if out is not None:
         found.save(out / name)
+    return found
+
+
+def _of_rows(files: list[Path], target: Target, draft: Draft, known: frozenset[str] | None, out: Path | None) -> Rounds:
+    """Rounds of rows whose prompts the draft was not trained on. Raises DsparkError when there are none to walk."""
+    proposer = make_proposer(target, draft, confidence=True)
+    assert isinstance(proposer, DraftProposer)  # a draft was given
+    parts = []
+    for file in files:
+        notes, rows = read_notes(file), [row for row in read_rows(file) if len(row.answer_ids) > 1]
+        check_ids(rows, target.vocab_size)
+        if notes is not None and notes.target not in (None, target.name):
+            raise DsparkError("rows", str(file), f"was written by {notes.target!r}, not by {target.name!r}")
+        if any(row.temperature > 0 for row in rows):
+            raise DsparkError("rows", str(file), "has sampled answers; confidences are calibrated on greedy ones")
+        kept = [row for row in rows if known is None or row.prompt_hash not in known]
+        if not kept:
+            raise DsparkError("rows", str(file), "has no answer to a prompt that the draft was not trained on")
+        console.print(f"{file}: {len(kept):,} of {len(rows):,} rows are held out")
+        source = feature_source(file, target, proposer.taps)
+        with console.status("rounds") as status:
+            parts.append(
+                rounds_of_rows(
+                    proposer,
+                    kept,
+                    source,
+                    target.max_context,
+                    lambda answers, made: status.update(f"{answers:,} of {len(kept):,} answers, {made:,} rounds"),  # noqa: B023
+                )
+            )
+    found = joined(parts)
+    if out is not None:
+        found.save(out / "rounds.npz")
     return found
 
 

@@ -7,7 +7,7 @@ answers, which gives the very rounds of serving (`decoding/replay.py`) for a fra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt, prompt_hash
+from dspark.data.rows import Row
 from dspark.decoding.drafting import DraftProposer, Proposal
 from dspark.decoding.engine import Engine
 from dspark.decoding.replay import replay
 from dspark.decoding.request import Request
 from dspark.errors import DsparkError
 from dspark.targets.base import Target
+from dspark.training.features import FeatureSource
 
 BATCH = 32
 FIELDS = ("domain", "prompt", "logits", "scheduled", "accepted")
@@ -82,62 +84,9 @@ class Rounds:
         return found
 
 
-def collect_rounds(
-    target: Target,
-    proposer: DraftProposer,
-    renderer: ChatRenderer,
-    suites: Mapping[str, Sequence[Prompt]],
-    max_tokens: int,
-    progress: Callable[[int, int], Any] = lambda prompts, rounds: None,
-) -> Rounds:
-    """Greedy rounds of the first turn of every prompt, by domain; prompts without room for an answer are left out.
-
-    progress(prompts answered, rounds so far). Raises DsparkError for a draft without a confidence head, or when no
-    prompt gives a round.
-    """
-    if not proposer.confidence:
-        raise DsparkError(
-            "draft", "no confidence head", "there is nothing to calibrate; its past acceptance is used instead"
-        )
-    asked = [(domain, prompt) for domain, prompts in suites.items() for prompt in prompts]
-    ids = [renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]) for _, prompt in asked]
-    fits = [i for i, one in enumerate(ids) if len(one) + max_tokens <= target.max_context]
-    engine = Engine(target, max_batch=BATCH, capture_taps=proposer.taps)
-    answered: list[tuple[int, Answered]] = []
-    confidences: dict[int, list[list[float]]] = {}
-
-    def answers() -> Iterator[tuple[Answered, Tensor]]:
-        taken: dict[int, Tensor] = {}
-        requests = (Request(ids[i], max_tokens) for i in fits)
-        for place, result in engine.run(requests, lambda i, taps, _: taken.__setitem__(i, taps)):
-            row = Answered(ids[fits[place]], list(result.output_ids))
-            answered.append((fits[place], row))
-            progress(len(answered), sum(map(len, confidences.values())))
-            yield row, taken.pop(place)
-
-    def watch(place: int, proposal: Proposal) -> None:
-        confidences.setdefault(place, []).append(proposal.confidence)
-
-    walked = replay(proposer, answers(), BATCH, target.max_context, watch=watch)
-    domain, prompt, logits, scheduled, accepted = [], [], [], [], []
-    for place, rounds in enumerate(walked):
-        index, row = answered[place]
-        left = len(row.answer_ids) - 1
-        for one, own in zip(rounds, confidences.get(place, []), strict=True):
-            if len(own) < proposer.n:
-                continue
-            domain.append(asked[index][0])
-            prompt.append(asked[index][1].id)
-            logits.append(own)
-            accepted.append(one.accepted)
-            scheduled.append(one.scheduled if left > one.accepted else one.accepted)
-            left -= one.accepted + 1
-    if not logits:
-        raise DsparkError("prompts", len(asked), "gave no round: every answer is one token, or no prompt fits")
-    table = np.array(logits)
-    with np.errstate(divide="ignore"):
-        raw = np.clip(np.log(table) - np.log1p(-table), -60.0, 60.0)
-    return Rounds(np.array(domain), np.array(prompt), raw, np.array(scheduled), np.array(accepted))
+def joined(parts: Sequence[Rounds]) -> Rounds:
+    """All rounds of several collections, of the same number of slots."""
+    return Rounds(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
 
 
 @dataclass(frozen=True)
@@ -146,3 +95,92 @@ class Answered:
 
     prompt_ids: list[int]
     answer_ids: list[int]
+
+
+Key = tuple[str, str]
+"""Domain and prompt."""
+Progress = Callable[[int, int], Any]
+"""(prompts answered, rounds so far)"""
+
+
+def collect_rounds(
+    target: Target,
+    proposer: DraftProposer,
+    renderer: ChatRenderer,
+    suites: Mapping[str, Sequence[Prompt]],
+    max_tokens: int,
+    progress: Progress = lambda prompts, rounds: None,
+) -> Rounds:
+    """Greedy rounds of the first turn of every prompt, by domain; prompts without room for an answer are left out.
+
+    Raises DsparkError for a draft without a confidence head, or when no prompt gives a round.
+    """
+    asked = [((domain, prompt.id), prompt) for domain, prompts in suites.items() for prompt in prompts]
+    ids = [renderer.prompt_ids([{"role": "user", "content": prompt.turns[0]}]) for _, prompt in asked]
+    fits = [i for i, one in enumerate(ids) if len(one) + max_tokens <= target.max_context]
+    engine = Engine(target, max_batch=BATCH, capture_taps=proposer.taps)
+
+    def answers() -> Iterator[tuple[Key, Answered, Tensor]]:
+        taken: dict[int, Tensor] = {}
+        requests = (Request(ids[i], max_tokens) for i in fits)
+        for place, result in engine.run(requests, lambda i, taps, _: taken.__setitem__(i, taps)):
+            row = Answered(ids[fits[place]], list(result.output_ids))
+            yield asked[fits[place]][0], row, taken.pop(place)
+
+    return _walk(proposer, answers(), target.max_context, progress)
+
+
+def rounds_of_rows(
+    proposer: DraftProposer,
+    rows: Sequence[Row],
+    source: FeatureSource,
+    max_context: int,
+    progress: Progress = lambda prompts, rounds: None,
+) -> Rounds:
+    """The same of rows that the target wrote greedily, by the first part of their source's name.
+
+    Raises DsparkError as `collect_rounds`.
+    """
+    answers = (((row.source.split("/")[0], row.id), row, source.get(row).taps.float()) for row in rows)
+    return _walk(proposer, answers, max_context, progress)
+
+
+def _walk(
+    proposer: DraftProposer, found: Iterable[tuple[Key, Answered | Row, Tensor]], max_context: int, progress: Progress
+) -> Rounds:
+    if not proposer.confidence:
+        raise DsparkError(
+            "draft", "no confidence head", "there is nothing to calibrate; its past acceptance is used instead"
+        )
+    answered: list[tuple[Key, int]] = []
+    confidences: dict[int, list[list[float]]] = {}
+
+    def answers() -> Iterator[tuple[Answered | Row, Tensor]]:
+        for key, row, taps in found:
+            answered.append((key, len(row.answer_ids)))
+            progress(len(answered), sum(map(len, confidences.values())))
+            yield row, taps
+
+    def watch(place: int, proposal: Proposal) -> None:
+        confidences.setdefault(place, []).append(proposal.confidence)
+
+    walked = replay(proposer, answers(), BATCH, max_context, watch=watch)
+    domain, prompt, logits, scheduled, accepted = [], [], [], [], []
+    for place, rounds in enumerate(walked):
+        (where, which), tokens = answered[place]
+        left = tokens - 1
+        for one, own in zip(rounds, confidences.get(place, []), strict=True):
+            if len(own) < proposer.n:
+                continue
+            domain.append(where)
+            prompt.append(which)
+            logits.append(own)
+            accepted.append(one.accepted)
+            scheduled.append(one.scheduled if left > one.accepted else one.accepted)
+            left -= one.accepted + 1
+    if not logits:
+        raise DsparkError("prompts", len(answered), "gave no round: every answer is one token, or no prompt fits")
+    table = np.array(logits)
+    with np.errstate(divide="ignore"):
+        raw = np.clip(np.log(table) - np.log1p(-table), -60.0, 60.0)
+    return Rounds(np.array(domain), np.array(prompt), raw, np.array(scheduled), np.array(accepted))

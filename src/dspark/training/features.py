@@ -372,3 +372,21 @@ def verify_features(target: Target, row: Row, features: Features, taps: Sequence
 def _relative(value: Tensor, reference: Tensor) -> float:
     value, reference = value.float(), reference.float()
     return float((value - reference).norm() / reference.norm().clamp_min(1e-12))
+
+
+def features_folder(rows: Path) -> Path:
+    """Where the features of a rows file are kept: rows.jsonl -> rows.features, rows.0 -> rows.0.features."""
+    return rows.with_name(rows.name.removesuffix(".jsonl") + ".features")
+
+
+def feature_source(rows: Path, target: Target, taps: Sequence[int]) -> FeatureSource:
+    """The features kept beside a rows file, or, where none are, the target's own passes.
+
+    Raises DsparkError when those kept are of another target or lack a tap.
+    """
+    folder = features_folder(rows)
+    if not folder.is_dir():
+        return InProcessFeatures(target, taps)
+    cached = CachedFeatures(folder)
+    cached.expect(target.name, taps, target.hidden_size, target.num_layers)
+    return cached
