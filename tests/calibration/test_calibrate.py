@@ -17,7 +17,7 @@ from tests.decoding.conftest import bigram_draft, draft_config
 from dspark.calibration.cost import CostProfile
 from dspark.calibration.export import export
 from dspark.calibration.profiles import changes, measure_profile, profile_path
-from dspark.calibration.rounds import collect_rounds
+from dspark.calibration.rounds import Rounds, collect_rounds
 from dspark.calibration.schedule import choose_schedule
 from dspark.calibration.stored import CALIBRATION_FILE, Calibration, read_calibration
 from dspark.checkpoints.native import load_draft, save_draft, weights_sha256
@@ -87,6 +87,28 @@ def test_collected_rounds_are_those_of_serving(target: TransformersTarget, folde
         assert np.allclose(confidences, [confidence for _, confidence in served], atol=1e-6)
         assert (own.scheduled[:-1] == 7).all() and (own.scheduled >= own.accepted).all()
     assert found.accepted.sum() > 5, "rounds in which nothing is accepted prove nothing"
+
+
+def test_rows_give_the_rounds_that_their_prompts_give(
+    target: TransformersTarget, tiny_llama_folder: Path, folder: Path, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"id": prompt.id, "turns": prompt.turns}) for prompt in PROMPTS]
+    (tmp_path / "data" / "q.jsonl").write_text("\n".join(lines))
+    rows = tmp_path / "rows.jsonl"
+    code, _, err = run(
+        "regenerate", "--target", tiny_llama_folder, "--prompts", tmp_path / "data", "--out", rows, "--max-tokens", 30
+    )
+    assert code == 0, err
+    options = ["calibrate", "--target", tiny_llama_folder, "--draft", folder, "--no-profile", "--out"]
+    asked = run(*options, tmp_path / "asked", "--data", tmp_path / "data", "--max-tokens", 30)
+    read = run(*options, tmp_path / "read", "--rows", rows)
+    assert asked[0] == 0 and read[0] == 0, asked[2] + read[2]
+    one, other = (Rounds.load(tmp_path / name / "rounds.npz") for name in ("asked", "read"))
+    assert sorted(one.accepted.tolist()) == sorted(other.accepted.tolist()) and set(other.domain) == {"q"}
+    assert np.allclose(sorted(one.logits[:, 0]), sorted(other.logits[:, 0]), atol=1e-4)
+    code, _, err = run(*options, tmp_path / "both", "--rows", rows, "--suite", "q")
+    assert code == 2 and "suite = 'rows and suite': give one of" in err
 
 
 def test_the_command_fits_stores_reports_and_draws(

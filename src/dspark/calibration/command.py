@@ -81,10 +81,11 @@ def calibrate_command(
     others = _suites(unseen, unseen_data or data, limit, known) if unseen or unseen_data else {}
     loaded = load_target(target)
     if not profile_only:
-        if rows:
-            used = _of_rows(rows, loaded, drafted, known, out)
-        else:
-            used = _rounds(rounds, loaded, drafted, asked, max_tokens, out, "rounds.npz")
+        used = (
+            _of_rows(rows, loaded, drafted, known, out)
+            if rows
+            else _rounds(rounds, loaded, drafted, asked, max_tokens, out, "rounds.npz")
+        )
         apart = _rounds(unseen_rounds, loaded, drafted, others, max_tokens, out, "unseen.npz")
         found = _fit(used, apart, by_domain, sha256, loaded.name, max_tokens, out)
         path = found.save(save_to or folder)
