@@ -189,20 +189,19 @@ def test_the_law_of_sampled_requests(target, draft, mode):
     """Two tokens of unseeded requests whose drafts are scheduled by token-dependent confidences."""
     settings, draws = SamplingSettings(1.0, top_k=6), 20_000
     prompt = PROMPTS[0]
-    results = serve(
-        target,
-        draft,
-        islice(cycle([Request(prompt, 3, settings, ignore_eos=True)]), draws),
-        Planner(Prices(0.15), 7, mode),
-        64,
-    )
-    assert len(lengths(results)) > 2
-    first = reference_law(logits(target, prompt), settings).numpy()
+    requests = islice(cycle([Request(prompt, 3, settings, ignore_eos=True)]), draws)
+
+    class Open(Planner):
+        def _gate(self, able, outlooks):
+            return list(able), self.n
+
+    results = serve(target, draft, requests, Open(Prices(0.15, 0.02), 7, mode), 16)
+    assert len(lengths(results)) > 2 and sum(r.scheduled for one in results for r in one.rounds) > draws / 10
+    first = reference_law(logits(target, prompt), settings)
     drawn = np.array([result.output_ids[:2] for result in results])
     assert chi_square_p(drawn[:, 0], first) > 1e-3
     second = sum(
-        first[token] * reference_law(logits(target, [*prompt, int(token)]), settings).numpy()
-        for token in np.flatnonzero(first)
+        first[token] * reference_law(logits(target, [*prompt, int(token)]), settings) for token in np.flatnonzero(first)
     )
     assert chi_square_p(drawn[:, 1], second) > 1e-3
     assert chi_square_p(shift_two_percent(drawn[:, 1], second), second) < 1e-3, "the test sees a 2 % fault"
