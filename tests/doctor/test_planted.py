@@ -14,6 +14,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.doctor.conftest import draft_fields, edit, levels, random_draft, retensor, texts
 
 from dspark.checkpoints.convert import convert
@@ -42,6 +43,14 @@ def pickled(folder: Path) -> None:
 def traversal(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"weight_map": {"fc.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def sharded(folder: Path) -> None:
+    """The same tensors in a file of another name, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -75,6 +84,14 @@ STATIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
     "target of another width": (lambda f: None, {"target": "embedded"}, "target-width", "broken"),
     "layer id past the end": (lambda f: edit(f, target_layer_ids=[1, 4]), {}, "layer-ids", "broken"),
     "layer ids not ascending": (lambda f: edit(f, target_layer_ids=[2, 1]), {}, "layer-ids", "note"),
+    "layer ids not ascending, for an engine": (
+        lambda f: edit(f, target_layer_ids=[2, 1]), {"engine": "sglang"}, "layer-ids", "broken",
+    ),
+    "weights in shards": (sharded, {}, "files", "broken"),
+    "the target's embedding in the file": (
+        lambda f: retensor(f, lambda t: t.update({"embed_tokens.weight": torch.ones(100, 32)})), {}, "files", "broken",
+    ),
+    "config nested too deep": (lambda f: (f / "config.json").write_text("[" * 100000), {}, "files", "broken"),
     "layout key missing": (lambda f: edit(f, ("sample_from_anchor",)), {}, "layout", "broken"),
     "layout key missing, DeepSpec's form": (
         lambda f: edit(f, ("sample_from_anchor", "lm_head_in_file")), {}, "layout", "broken",
@@ -145,6 +162,12 @@ RANDOM: dict[str, tuple[dict[str, Any], Plant, dict[str, Any], str, str]] = {
     "ids where offsets belong, in range": (
         {"draft_vocab_size": 40},
         lambda f: (edit(f, ("lm_head_in_file",)), retensor(f, ids_in_range)), {}, "d2t", "loses",
+    ),
+    "t2d missing": (
+        {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("t2d")), {}, "files", "broken",
+    ),
+    "head's rows stated, not there": (
+        {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("lm_head.weight")), {}, "files", "broken",
     ),
     "vocabulary padded otherwise": (
         {"vocab_size": 104, "draft_vocab_size": 104}, lambda f: None, {}, "vocabulary", "broken",

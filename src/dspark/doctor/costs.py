@@ -60,7 +60,7 @@ def read_costs(path: str | Path, engine: str, gamma: int) -> EngineCosts:
     """
     try:
         values = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DsparkError("profile", str(path), f"cannot be read ({error}); measure it again") from None
     if isinstance(values, dict) and "engine" not in values:
         costs = _from_profile(CostProfile.load(path), str(path))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.checkpoints.builtin import draft_folder
+from dspark.checkpoints.hub import draft_source
 from dspark.checkpoints.qwen3 import own_object
 from dspark.checkpoints.read import GGUF_SUFFIX, read_checkpoint
 from dspark.doctor.facts import TargetFacts
@@ -32,13 +32,15 @@ CONFIG = "config.json"
 
 @dataclass
 class DraftFacts:
-    """form: native, speculators, ..., eagle3, gguf, recipe (no weights), or "" when it could not be read at all.
+    """place: its folder or file, None of a recipe. form: native, speculators, ..., eagle3, gguf, recipe (no weights),
+    or "" when it could not be read at all.
 
     values: its config.json as it is; tensors as they are stored; unsure_layout: the file does not say which slot layout
     it has, and `config` was read as anchor-first; findings: of reading it.
     """
 
     name: str
+    place: Path | None = None
     form: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     config: Config | None = None
@@ -66,10 +68,12 @@ def read_draft(name: str, target: TargetFacts) -> DraftFacts:
     """Read a draft: `embedded`, a folder of any form, a .gguf file of ours, or a recipe's name for its config alone."""
     if name in recipe_names() and not Path(name).is_dir():
         config = load_recipe(name).draft_config()
-        return DraftFacts(name, "recipe", {}, config, findings=[Finding("files", "skipped", "a recipe has no weights")])
-    path = draft_folder(name)
+        return DraftFacts(
+            name, None, "recipe", {}, config, findings=[Finding("files", "skipped", "a recipe has no weights")]
+        )
     facts = DraftFacts(name)
     try:
+        facts.place = path = draft_source(name)
         if path.suffix == GGUF_SUFFIX:
             _read(path, facts)
         else:
@@ -112,7 +116,7 @@ def _values(folder: Path) -> dict[str, Any]:
         raise DsparkError("draft", str(folder), "is no folder; give a draft folder, a .gguf file or `embedded`")
     try:
         values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DsparkError("draft", str(folder), f"has no {CONFIG} that can be read ({error})") from None
     if not isinstance(values, dict):
         raise DsparkError(CONFIG, str(folder / CONFIG), "must hold one JSON object")

@@ -155,6 +155,6 @@ def _json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None when the file is missing or holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dspark.doctor.draft import DraftFacts
 from dspark.doctor.facts import TargetFacts, recipe_drafts
 from dspark.doctor.findings import Finding
 from dspark.drafts.kinds import Config
@@ -48,7 +47,7 @@ def _is_place(name: str) -> bool:
     return Path(name).is_dir() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-def check_layer_ids(draft: DraftFacts, config: Config, target: TargetFacts) -> Finding:
+def check_layer_ids(config: Config, target: TargetFacts, engine: str | None) -> Finding:
     """layer-ids: inside the target (read so already), in order, and not all one off from what others tap."""
     taps, depth = list(config.target_layer_ids), target.depth or config.num_target_layers
     shown = f"taps {taps} of layers 0..{depth - 1}"
@@ -56,7 +55,8 @@ def check_layer_ids(draft: DraftFacts, config: Config, target: TargetFacts) -> F
     if outside:
         return Finding("layer-ids", "broken", f"{shown}: {outside[0]} is no layer of the target")
     if taps != sorted(taps):
-        return Finding("layer-ids", "note", f"{shown}: not ascending; engines hand them over in ascending order")
+        text = f"{shown}: not ascending, and engines hand them over in ascending order; dspark convert sorts them"
+        return Finding("layer-ids", "note" if engine is None else "broken", text)
     shift, source = _shifted(taps, config, target)
     if shift:
         moved = [tap - shift for tap in taps]

@@ -10,7 +10,7 @@ from dspark.doctor.facts import TargetFacts, target_facts
 from dspark.doctor.findings import Finding
 from dspark.doctor.identity import check_layer_ids, check_name, check_shape
 from dspark.doctor.positions import check_golden, check_length, check_rotary
-from dspark.doctor.support import check_engine, engine_version
+from dspark.doctor.support import check_engine, check_loader, engine_version
 from dspark.doctor.template import check_prompt_recipe
 from dspark.doctor.tokens import check_map, check_mask, check_vocabulary
 
@@ -30,14 +30,24 @@ def static_checks(
 
 
 def findings_of(
-    draft: DraftFacts, target: TargetFacts, engine: str | None, context: int | None, n: int | None
+    draft: DraftFacts,
+    target: TargetFacts,
+    engine: str | None,
+    context: int | None,
+    n: int | None,
+    pending: bool = False,
 ) -> list[Finding]:
-    """As `static_checks`, of a pair that was read. Raises DsparkError for an engine that does not exist."""
+    """As `static_checks`, of a pair that was read. pending: the draft will be converted before anything loads it.
+
+    Raises DsparkError for an engine that does not exist.
+    """
     if engine is not None:
         engine_version(engine)
     found = list(draft.findings)
     if draft.config is None:
         return [*found, Finding("config", "skipped", "the draft could not be read, so nothing else was checked")]
+    if engine is None and not pending:
+        found += check_loader(draft)
     return [*found, *_checks(draft, target, engine, context, n)]
 
 
@@ -48,7 +58,7 @@ def _checks(
     assert config is not None
     yield from check_shape(config, target)
     yield check_name(config, target)
-    yield check_layer_ids(draft, config, target)
+    yield check_layer_ids(config, target, engine)
     yield check_layout(draft, config)
     yield check_block(config, n)
     yield check_mask(config, target)

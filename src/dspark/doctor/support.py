@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from dspark.checkpoints.convert import EAGLE3_FORMS
 from dspark.checkpoints.engines import check_eagle3, check_sglang, check_vllm
 from dspark.checkpoints.gguf import metadata
+from dspark.checkpoints.native import LM_HEAD, WEIGHTS_FILE, check_names, read_config
 from dspark.checkpoints.speculators import speculators_to_json
+from dspark.checkpoints.tensors import tensor_shapes
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.engine_faults import ENGINES, FAULTS, VLLM_WITHOUT_TAPS
 from dspark.doctor.facts import TargetFacts
 from dspark.doctor.findings import Finding
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
+from dspark.drafts.kinds import new_draft
 from dspark.errors import DsparkError
 
 SUPPORT, FAULT = "engine-support", "engine-fault"
@@ -31,6 +35,25 @@ def engine_version(engine: str) -> tuple[str, Version]:
         return name, Version(stated.removeprefix("b") or ENGINES[name])
     except InvalidVersion:
         raise DsparkError("engine", engine, f"must be like {name}=={ENGINES[name]}") from None
+
+
+def check_loader(draft: DraftFacts) -> Iterator[Finding]:
+    """files: what the readers of foreign forms forgive in our own, the built-in engine's loader refuses."""
+    if draft.form != "native" or draft.place is None or "lm_head_in_file" not in draft.values:
+        return
+    try:
+        config, lm_head = read_config(draft.place)
+        with torch.device("meta"):
+            expected = {name: tuple(t.shape) for name, t in new_draft(config).state_dict().items()}
+        if lm_head:
+            expected[LM_HEAD] = (config.draft_vocab_size, config.hidden_size)
+        shapes, homes = tensor_shapes(draft.place)
+        if {path.name for path in homes.values()} != {WEIGHTS_FILE}:
+            raise DsparkError("draft", str(draft.place), f"must have one {WEIGHTS_FILE}")
+        check_names(draft.place / WEIGHTS_FILE, shapes, expected)
+    except DsparkError as error:
+        text = f"the built-in engine does not load it: {error}; dspark convert --to native writes what it loads"
+        yield Finding("files", "broken", text)
 
 
 def check_engine(draft: DraftFacts, target: TargetFacts, engine: str) -> Iterator[Finding]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.decoding.conftest import draft_config
 
 from dspark.checkpoints.native import read_config, save_draft
@@ -184,6 +186,54 @@ def test_the_cache_is_used_again_for_the_same_files_only(tiny_llama_folder, tmp_
     make_draft(draft, tiny_llama_folder, draft_vocab_size=50)
     changed = ready_draft("vllm", str(tiny_llama_folder), str(draft))
     assert changed.convert is not None and changed.path != first.path
+
+
+def test_the_cache_follows_every_file_that_a_conversion_reads(tiny_llama_folder, tmp_path, monkeypatch):
+    draft = make_draft(tmp_path / "reduced", tiny_llama_folder, draft_vocab_size=40)
+    target = tmp_path / "target"
+    shutil.copytree(tiny_llama_folder, target)
+    found = [ready_draft("vllm", str(target), str(draft)).path]
+    for path in (draft / "model.safetensors.index.json", draft / "model-2.safetensors", target / "model.safetensors"):
+        path.touch()
+        found.append(ready_draft("vllm", str(target), str(draft)).path)
+    monkeypatch.setattr("dspark.serving.launch.pair.__version__", "another")
+    found.append(ready_draft("vllm", str(target), str(draft)).path)
+    assert len(set(found)) == 5
+
+
+def test_layer_ids_out_of_order_are_converted(tiny_llama_folder, tmp_path):
+    for ids, converted in (((0, 2), False), ((2, 0), True)):
+        draft = make_draft(tmp_path / str(ids[0]), tiny_llama_folder, target_layer_ids=ids)
+        for engine in ("vllm", "sglang"):
+            assert (ready_draft(engine, str(tiny_llama_folder), str(draft)).convert is not None) == converted
+
+
+def test_a_folder_with_a_published_name_is_itself_checked(run, tiny_llama_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "novita/kimi-k2.6-dspark"
+    draft = make_draft(tmp_path / name, tiny_llama_folder)
+    zero(draft, "fc.weight")
+    code, out, err = run("launch", "vllm", "--target", tiny_llama_folder, "--draft", name, "--dry-run")
+    assert (code, out) == (2, "") and "error: doctor, weights: fc.weight" in err
+
+
+def zero(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: torch.zeros_like(tensors[name])}, path, metadata={"format": "pt"})
+
+
+def test_what_the_files_tell_is_checked_without_the_target(run, tmp_path):
+    draft = make_draft(tmp_path / "zero", Path("no-such-model"))
+    zero(draft, "fc.weight")
+    target, other = tmp_path / "target.gguf", tmp_path / "other.gguf"
+    for path in (target, other):
+        path.write_bytes(b"garbage")
+    base = ["launch", "llamacpp", "--target", target, "--dry-run", "-n", "3"]
+    code, out, err = run(*base, "--draft", draft)
+    assert (code, out) == (2, "") and "error: doctor, weights: fc.weight" in err
+    code, out, err = run(*base, "--draft", other)
+    assert (code, out) == (2, "") and "cannot be read as GGUF" in err and "not on this disk" not in err
 
 
 DFLASH = {"sample_from_anchor": False, "block_size": 8, "target_layer_ids": (0, 1, 2)}

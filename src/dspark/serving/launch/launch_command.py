@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT
+from dspark.doctor.draft import read_draft
+from dspark.doctor.facts import TargetFacts, target_facts
 from dspark.doctor.findings import Finding
-from dspark.doctor.static import static_checks
+from dspark.doctor.static import findings_of
 from dspark.errors import DsparkError
 from dspark.serving.launch.command import CONTEXT, Command, Wish, compose, parse_flags
 from dspark.serving.launch.engines import ENGINES, Engine, engine
@@ -104,18 +106,11 @@ def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: i
     """
     if prepared.config is None:
         return
-    if chosen.key == "llamacpp":
-        target = prepared.config.target_name  # the .gguf file itself is compared when the draft's is written
+    facts = _facts_for_gguf(prepared.config.target_name) if chosen.key == "llamacpp" else target_facts(target)
     pending = prepared.convert is not None
     known = known_recipe(draft)
     checked = known.name if known is not None else draft if pending else prepared.path
-    try:
-        found = static_checks(target, checked, None if pending else chosen.key, context)
-    except DsparkError as error:
-        if chosen.key != "llamacpp":
-            raise
-        _say([f"the doctor did not compare the draft with its target: {error}"])
-        return
+    found = findings_of(read_draft(checked, facts), facts, None if pending else chosen.key, context, None, pending)
     broken = [one for one in found if one.level == "broken"]
     said = [one for one in found if one.level == "loses" or (one.level == "note" and one.check not in OWN_NOTES)]
     _say(_line(one) for one in said)
@@ -123,6 +118,15 @@ def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: i
         typer.secho(f"error: {_line(one)}", fg="red", err=True)
     if broken:
         raise typer.Exit(2)
+
+
+def _facts_for_gguf(name: str) -> TargetFacts:
+    """Of the target that a draft for llama.cpp names; the .gguf file itself is compared when the draft's is written."""
+    try:
+        return target_facts(name)
+    except DsparkError as error:
+        _say([f"the doctor did not compare the draft with its target: {error}"])
+        return TargetFacts(name, missing=str(error), no_tokenizer=str(error))
 
 
 def _line(finding: Finding) -> str:

@@ -25,7 +25,7 @@ def _context(engine: Engine, command: Command, config: Config | None) -> Iterato
     flag = CONTEXT[engine.key]
     context = command.flags.get(flag)
     if config is None:
-        yield f"the draft is not on this disk, so nothing of it was checked; keep --{flag} within its trained length"
+        yield f"the draft's config is not here, so nothing of it was checked; keep --{flag} within its trained length"
         return
     trained, rope = config.training_length, config.rope_parameters
     if context is None:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark import __version__
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
 from dspark.checkpoints.convert import EAGLE3_FORMS, convert, document_for
 from dspark.checkpoints.engines import check_eagle3
-from dspark.checkpoints.native import CONFIG_FILE, WEIGHTS_FILE
+from dspark.checkpoints.gguf import CONFIG_KEY
+from dspark.checkpoints.native import CONFIG_FILE
 from dspark.checkpoints.read import GGUF_SUFFIX, Header, read_header
+from dspark.checkpoints.tensors import INDEX_FILE
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import Config
@@ -67,7 +70,9 @@ def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -
 
 
 def known_recipe(draft: str) -> Recipe | None:
-    """The recipe that comes with the package whose published draft this is."""
+    """The recipe that comes with the package whose published draft this is; None when a path of that name is here."""
+    if Path(draft).exists():
+        return None
     for name in recipe_names():
         recipe = load_recipe(name)
         if recipe.serve is not None and recipe.serve.draft == draft:
@@ -99,6 +104,9 @@ def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
 
 def _as_it_is(engine: str, read: Header, form: str, expanded: bool) -> bool:
     """Whether the engine loads the folder without a conversion."""
+    taps = list(read.config.target_layer_ids)
+    if taps != sorted(taps):
+        return False  # engines hand the taps over in ascending order, whatever the order of fc's columns
     if read.form == "eagle3":
         return True
     if engine == "vllm" and read.config.reduced and not read.lm_head:
@@ -133,7 +141,9 @@ def _gguf_file(engine: str, draft: str) -> Ready:
         raise DsparkError("draft", draft, "is a GGUF file, which only llama.cpp takes; give a folder")
     try:
         return Ready(draft, read_header(Path(draft)).config)
-    except DsparkError:
+    except DsparkError as error:
+        if error.field != CONFIG_KEY or error.value is not None:
+            raise
         return Ready(draft, None)  # another program's
 
 
@@ -154,11 +164,19 @@ def _new(place: Path) -> Path:
 
 
 def _cached(folder: Path, form: str, target: str) -> Path:
-    """Where a converted draft goes: a place in the cache that changes with the draft's files and the target's."""
-    digest = hashlib.sha256()
-    for path in (folder / CONFIG_FILE, folder / WEIGHTS_FILE, Path(target), Path(target) / CONFIG_FILE):
-        if path.is_file():
-            stat = path.stat()
-            digest.update(f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    """Where a converted draft goes: a place in the cache that changes with the draft's files, the target's, and the
+    version that converts."""
+    digest = hashlib.sha256(f"{__version__}\n".encode())
+    for path in (*_files(folder), *_files(Path(target))):
+        stat = path.stat()
+        digest.update(f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     name = EMBEDDED_DRAFT if folder == draft_folder(EMBEDDED_DRAFT) else folder.name
     return cache_directory() / "drafts" / f"{name}-{form}-{digest.hexdigest()[:12]}"
+
+
+def _files(place: Path) -> list[Path]:
+    """The files that a conversion reads: config, index and weights of a folder, or the file itself."""
+    if place.is_file():
+        return [place]
+    patterns = (CONFIG_FILE, INDEX_FILE, "*.safetensors")
+    return [path for pattern in patterns for path in sorted(place.glob(pattern))]
