@@ -115,6 +115,13 @@ STATIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
         ),
         {}, "rotary", "note",
     ),
+    "YaRN without end": (rope(factor=float("inf")), {}, "rotary", "broken"),
+    "norm lost by a converter": (
+        lambda f: retensor(f, lambda t: t["hidden_norm.weight"].zero_()), {}, "weights", "broken",
+    ),
+    "key norm lost by a converter": (
+        lambda f: retensor(f, lambda t: t["layers.1.self_attn.k_norm.weight"].zero_()), {}, "weights", "broken",
+    ),
     "context past the trained length": (lambda f: None, {"context": 200}, "trained-length", "loses"),
     "context past the target's": (lambda f: None, {"context": 300}, "trained-length", "broken"),
     "n above the block": (lambda f: None, {"n": 7}, "block-size", "broken"),
@@ -163,6 +170,9 @@ RANDOM: dict[str, tuple[dict[str, Any], Plant, dict[str, Any], str, str]] = {
         {"draft_vocab_size": 40},
         lambda f: (edit(f, ("lm_head_in_file",)), retensor(f, ids_in_range)), {}, "d2t", "loses",
     ),
+    "a right map without neighbours": (
+        {"draft_vocab_size": 40}, lambda f: retensor(f, no_neighbours), {}, "d2t", "ok",
+    ),
     "t2d missing": (
         {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("t2d")), {}, "files", "broken",
     ),
@@ -200,8 +210,14 @@ RANDOM: dict[str, tuple[dict[str, Any], Plant, dict[str, Any], str, str]] = {
 
 
 def ids_in_range(tensors: dict[str, torch.Tensor]) -> None:
-    """Every second id from 5: as offsets these still give ids below 100, and t2d agrees."""
+    """Every second id from 5: as offsets these still give ids below 100."""
     tensors["d2t"] = torch.arange(40) + 5
+    tensors.pop("t2d", None)
+
+
+def no_neighbours(tensors: dict[str, torch.Tensor]) -> None:
+    """A right map to ids of which no two are neighbours, as t2d marks them."""
+    ids_in_range(tensors)
     tensors["t2d"] = torch.zeros(100, dtype=torch.bool)
     tensors["t2d"][torch.arange(40) + tensors["d2t"]] = True
 
@@ -253,6 +269,20 @@ def to_the_brim(tensors: dict[str, torch.Tensor]) -> None:
     weight.mul_(6e4 / float(weight.abs().max()))
 
 
+def recorded(folder: Path) -> None:
+    """A training.json with about the acceptance that the healthy draft has."""
+    best = {"step": 250, "replay_acceptance": 2.0, "bonus": "counted", "n": 4}
+    record = {"draft": {"which": "last", "step": 250}, "best": best, "curve": [best]}
+    (folder / "training.json").write_text(json.dumps(record))
+
+
+def swap(tensors: dict[str, torch.Tensor]) -> None:
+    """Keys for values in every layer, as a converter that mixes up names leaves them."""
+    for layer in (0, 1):
+        k, v = (f"layers.{layer}.self_attn.{one}_proj.weight" for one in "kv")
+        tensors[k], tensors[v] = tensors[v].clone(), tensors[k].clone()
+
+
 DYNAMIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
     "layer ids one too high": (lambda f: edit(f, target_layer_ids=[2, 3]), {}, "layer-ids", "loses"),
     "layer ids one too low": (lambda f: edit(f, target_layer_ids=[0, 1]), {}, "layer-ids", "loses"),
@@ -269,6 +299,8 @@ DYNAMIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
         {}, "acceptance", "broken",
     ),
     "context past the trained length": (lambda f: None, {"context": 200}, "depth", "loses"),
+    "keys and values swapped": (lambda f: (recorded(f), retensor(f, swap)), {}, "acceptance", "loses"),
+    "as it was trained": (recorded, {}, "acceptance", "ok"),
 }  # fmt: skip
 
 

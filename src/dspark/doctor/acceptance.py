@@ -8,6 +8,7 @@ from statistics import fmean
 
 import torch
 
+from dspark.checkpoints.record import read_training
 from dspark.data.chat import ChatRenderer
 from dspark.decoding.request import Round
 from dspark.decoding.text import decode
@@ -25,6 +26,8 @@ from dspark.targets.base import Target
 
 NOTHING, LOW = 1.05, 1.5
 """Acceptance lengths below which a draft guesses nothing, and below which the other slot layout is tried."""
+_RECORDED = 0.75
+"""Share of the acceptance length recorded in training below which, beyond chance, something happened to the draft."""
 _FALL = 0.6
 """Share of the accepted tokens (bonus not counted) that another condition may leave before it is named."""
 
@@ -52,13 +55,31 @@ def check_emitted(config: Config, answers: Answers) -> Iterator[Finding]:
             yield Finding("mask-token", "loses", text)
 
 
-def check_acceptance(rounds: Sequence[Sequence[Round]], n: int) -> Finding:
-    """acceptance: the macro acceptance length, bonus counted, at the draft's full block."""
+def check_acceptance(rounds: Sequence[Sequence[Round]], n: int, recorded: float | None = None) -> Finding:
+    """acceptance: the macro acceptance length, bonus counted, at the draft's full block. recorded: the one that its
+    training recorded at the same n, on other prompts."""
     found = mean_interval(lengths(rounds))
     text = f"{found} tokens a round at n = {n}, bonus counted, macro over {len(rounds)} prompts"
     if found.value < NOTHING:
         return Finding("acceptance", "broken", f"{text}: the draft guesses nothing")
+    if recorded is not None and found.value < _RECORDED * recorded and found.high < recorded:
+        text += f"; {recorded:.2f} when it was trained, on other prompts: not the weights that were trained?"
+        return Finding("acceptance", "loses", text)
     return Finding("acceptance", "ok", text)
+
+
+def recorded_acceptance(draft: DraftFacts, n: int) -> float | None:
+    """The acceptance at n that training.json has for the step these weights are of; None when it has none."""
+    if draft.place is None or not draft.place.is_dir():
+        return None
+    try:
+        training = read_training(draft.place) or {}
+        step, best = training["draft"]["step"], training["best"]
+        found = {one["step"]: one["replay_acceptance"] for one in training["curve"]}[step]
+        comparable = best["n"] == n and best["bonus"] == "counted"
+    except (DsparkError, KeyError, TypeError):
+        return None
+    return float(found) if comparable and isinstance(found, int | float) else None
 
 
 def check_loops(answers: Answers, rounds: Sequence[Sequence[Round]]) -> Finding:

@@ -42,19 +42,22 @@ def check_block(config: Config, n: int | None) -> Finding:
 
 
 def check_weights(draft: DraftFacts) -> Iterator[Finding]:
-    """weights: no matrix without content, which is what a converter leaves that lost one; dtype: fits its type."""
+    """weights: no matrix or norm without content, as a converter leaves that lost one; dtype: fits its type."""
     if draft.tensors is None:
         yield Finding("weights", "skipped", "there are none to look at")
         return
     flat = [name for name, t in draft.tensors.items() if t.is_floating_point() and t.ndim == 2 and _constant(t)]
     heads = [name for name in flat if name.startswith(("markov_head", "confidence_head"))]
+    dead = [name for name, t in draft.tensors.items() if name.endswith("norm.weight") and not bool(t.any())]
     body = [name for name in flat if name not in heads]
-    if body:
+    if dead:
+        yield Finding("weights", "broken", f"{', '.join(dead[:4])} holds zeros only: nothing passes this norm")
+    elif body:
         yield Finding("weights", "broken", f"{', '.join(body[:4])} holds one value only: lost or never trained")
     elif heads:
         yield Finding("weights", "loses", f"{', '.join(heads[:4])} holds one value only: this head does nothing")
     else:
-        yield Finding("weights", "ok", "no matrix is constant")
+        yield Finding("weights", "ok", "no matrix is constant, no norm zero")
     yield _dtype(draft)
 
 

@@ -19,6 +19,7 @@ from dspark.doctor.acceptance import (
     check_loops,
     check_shifts,
     check_thinking,
+    recorded_acceptance,
     shifted_layers,
 )
 from dspark.doctor.costs import OWN, EngineCosts, measure_here, read_costs
@@ -182,7 +183,7 @@ class _Run:
             return
         self.found.findings += [
             *check_emitted(self.config, self.answers),
-            check_acceptance(self.rounds, self.config.gamma),
+            check_acceptance(self.rounds, self.config.gamma, recorded_acceptance(self.draft, self.config.gamma)),
             check_loops(self.answers, self.rounds),
         ]
         self._step("other layouts and layer ids", lambda: self._readings(target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ def check_rotary(config: Config, target: TargetFacts) -> Finding:
     """rotary: complete (read so already), and YaRN's lengths consistent with each other and with training."""
     rope, reach = config.rope_parameters, config.max_position_embeddings
     shown = ", ".join(f"{name} {value}" for name, value in rope.items())
+    if any(isinstance(value, float) and not math.isfinite(value) for value in rope.values()):
+        return Finding("rotary", "broken", f"{shown}: must be finite")
     if rope["rope_type"] == "yarn":
         original, factor = rope["original_max_position_embeddings"], rope.get("factor")
         if isinstance(factor, int | float) and round(original * factor) != reach:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dspark.checkpoints.tensors import tensor_shapes
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.facts import TargetFacts
 from dspark.doctor.findings import Finding
@@ -76,14 +77,20 @@ def target_ids(draft: DraftFacts) -> torch.Tensor:
 
 
 def check_map(draft: DraftFacts, config: Config) -> Iterator[Finding]:
-    """d2t: offsets. Bounds, order and t2d were checked while reading; ids in the place of offsets can pass those."""
+    """d2t: offsets. Bounds, order and t2d were checked while reading; ids in the place of offsets can pass those,
+    unless the file's own t2d marks what it gives as offsets."""
     if not config.reduced or draft.tensors is None:
         return
     offsets = draft.tensors["d2t"]
-    if len(offsets) >= _LONG_MAP and bool((offsets[1:] > offsets[:-1]).all()):
+    if len(offsets) >= _LONG_MAP and bool((offsets[1:] > offsets[:-1]).all()) and not _marked(draft):
         text = (
             f"{offsets[:4].tolist()}... rise at every entry: ids, it seems, where offsets are wanted (id = i + d2t[i])"
         )
         yield Finding("d2t", "loses", text)
     else:
         yield Finding("d2t", "ok", f"offsets to {len(offsets)} ascending ids")
+
+
+def _marked(draft: DraftFacts) -> bool:
+    """Whether t2d lies in the file itself; where it does not it was made from d2t, and tells nothing."""
+    return draft.place is not None and draft.place.is_dir() and "t2d" in tensor_shapes(draft.place)[0]
