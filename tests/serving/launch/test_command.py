@@ -9,8 +9,9 @@ import pytest
 from tests.decoding.conftest import draft_config
 
 from dspark.errors import DsparkError
-from dspark.serving.launch.command import MODE, Wish, compose, parse_flags
+from dspark.serving.launch.command import MODE, Wish, compose
 from dspark.serving.launch.engines import ENGINES, engine
+from dspark.serving.launch.flags import OWN, parse_flags
 from dspark.serving.launch.notes import notes
 from dspark.training.recipe import load_recipe
 
@@ -178,12 +179,74 @@ def test_further_flags_are_checked_and_merged():
         ("vllm", {"port": 70000}, r"port = 70000: must be 1\.\.65535"),
         ("llamacpp", {"tp": 2}, "llama.cpp splits a model"),
         ("llamacpp", {"adaptive": True}, "llama.cpp has no scheduler"),
+        ("vllm", {"target": "-x"}, r"target = '-x': would be taken for a flag; write \./-x"),
+        ("vllm", {"draft": "--a/b"}, "draft = '--a/b': would be taken for a flag"),
         ("sglang", {"adaptive": True, "flags": {"dcp-size": "8"}}, "with dcp-size 8 SGLang verifies statically"),
     ],
 )
 def test_what_cannot_be_is_refused(key, changes, words):
     with pytest.raises(DsparkError, match=words):
         built(key, **changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "flag", "words"),
+    [
+        ("vllm", "max-model-len", "max-model-len = None: must be a whole number, 32k, 32K or auto"),
+        ("vllm", "max-model-len=1e3", "max-model-len = '1e3': must be a whole number"),
+        ("vllm", "max-model-len=32k", "context = 32000: must be at most 256"),
+        ("vllm", "max-model-len=1K", "context = 1024: must be at most 256"),
+        ("vllm", "max-model-len=0", "context = 0: must be at least 1"),
+        ("sglang", "context-length=32k", "context-length = '32k': must be a whole number"),
+        ("sglang", "dcp-size=x", "dcp-size = 'x': must be a whole number"),
+        ("sglang", "dcp-size", "dcp-size = None: must be a whole number"),
+        ("vllm", "tensor-parallel-size=auto", "'tensor-parallel-size': is set by launch itself; use --tp"),
+        ("vllm", "port=99999999", "'port': is set by launch itself; use --port"),
+        ("vllm", "speculative-config=5", "speculative-config = '5': must be a JSON object"),
+        ("vllm", "speculative-config=[1]", "must be a JSON object"),
+        ("vllm", "speculative-config", "speculative-config = True: must be a JSON object"),
+        ("vllm", 'speculative-config={"num_speculative_tokens": 99}', r"num_speculative_tokens': is set .*; use -n"),
+        ("vllm", 'speculative-config={"model": "/other"}', "model': is set by launch itself; use --draft"),
+        ("vllm", "spec-tokens=99", "use -n"),
+        ("vllm", 'speculative-config={"a":' + "[" * 100000, "is not JSON"),
+        ("sglang", "speculative-dspark-block-size=99", "use -n"),
+        ("sglang", "model-path=/other", "use --target"),
+        ("llamacpp", "spec-draft-n-max=99", "use -n"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_line(key, flag, words):
+    with pytest.raises(DsparkError, match=words):
+        built(key, flags=parse_flags([flag]))
+
+
+def test_contexts_as_the_engines_read_them():
+    assert (
+        built("vllm", draft_config(max_position_embeddings=40000), flags={"max-model-len": "32k"}).flags[
+            "max-model-len"
+        ]
+        == "32k"
+    )
+    for key, name, value in (("vllm", "max-model-len", "auto"), ("llamacpp", "ctx-size", "0")):
+        command = built(key, flags={name: value})
+        assert command.flags[name] == value
+        assert any("without --context" in note for note in notes(engine(key), command, draft_config()))
+
+
+def test_published_values_that_are_false_or_null_are_left_out():
+    published = {"trust-remote-code": False, "max-model-len": None, "enforce-eager": True}
+    command = compose(engine("vllm"), Wish("t", "o/d"), draft_config(), published)
+    assert list(command.flags) == ["enforce-eager", "speculative-config"]
+    with pytest.raises(DsparkError, match=r"port = 99999999: must be 1\.\.65535"):
+        compose(engine("vllm"), Wish("t", "o/d"), draft_config(), {"port": 99999999})
+    with pytest.raises(DsparkError, match="tensor-parallel-size = 'x': must be a whole number"):
+        compose(engine("vllm"), Wish("t", "o/d"), draft_config(), {"tensor-parallel-size": "x"})
+
+
+def test_every_flag_that_launch_sets_is_known_to_the_engine():
+    for key, own in OWN.items():
+        for name in own:
+            place, _, last = name.rpartition(".")
+            assert last in (engine(key).keys[place] if place else engine(key).flags), name
 
 
 def test_a_draft_that_is_elsewhere_needs_n_and_adaptive_needs_a_head():

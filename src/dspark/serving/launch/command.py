@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,8 @@ from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import Config
 from dspark.errors import DsparkError
 from dspark.serving.launch.engines import Engine
+from dspark.serving.launch.flags import DCP, PARALLEL, Flags, check_own, check_values, context_of, number
 
-Flags = dict[str, Any]
-"""Long flags without dashes -> value: True for a flag alone, a mapping for JSON."""
-
-CONTEXT = {"vllm": "max-model-len", "sglang": "context-length", "llamacpp": "ctx-size"}
-PARALLEL = {"vllm": "tensor-parallel-size", "sglang": "tp-size"}
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
 
 
@@ -77,6 +73,7 @@ def compose(engine: Engine, wish: Wish, config: Config | None, published: Mappin
         words, wanted = ("sglang", "serve"), _sglang(wish, n, method)
     else:
         words, wanted = (engine.executable,), _llamacpp(wish, n, method)
+    check_own(engine, wish.flags)
     flags, dropped = _without_unknown(engine, published or {})
     for name, value in wanted.items():
         if value is not None:
@@ -85,7 +82,8 @@ def compose(engine: Engine, wish: Wish, config: Config | None, published: Mappin
     for name, value in wish.flags.items():
         engine.check(name, value)
         flags[name] = _merged(flags.get(name), value)
-    _check_context(flags.get(CONTEXT[engine.key]), config)
+    check_values(engine, flags)
+    _check_context(context_of(engine, flags), config)
     environment = {MODE: "compact"} if wish.adaptive and engine.key == "sglang" else {}
     _check_adaptive(engine, wish, config, flags)
     return Command(words, flags, environment, tuple(dropped))
@@ -148,8 +146,9 @@ def _check(engine: Engine, wish: Wish, config: Config | None) -> int:
     for name, value in (("tp", wish.tp), ("context", wish.context)):
         if value is not None and value < 1:
             raise DsparkError(name, value, "must be at least 1")
-    if wish.port is not None and not 1 <= wish.port <= 65535:
-        raise DsparkError("port", wish.port, "must be 1..65535")
+    for name, place in (("target", wish.target), ("draft", wish.draft)):
+        if place.startswith("-"):
+            raise DsparkError(name, place, f"would be taken for a flag; write ./{place}")
     if engine.key not in PARALLEL and (wish.tp or 1) > 1:
         raise DsparkError("tp", wish.tp, f"{engine.name} splits a model with --flag tensor-split=...; leave --tp out")
     n = wish.n if wish.n is not None or config is None else config.gamma
@@ -162,10 +161,10 @@ def _check(engine: Engine, wish: Wish, config: Config | None) -> int:
     return n
 
 
-def _check_context(context: Any, config: Config | None) -> None:
-    if config is not None and context is not None and int(context) > config.max_position_embeddings:
+def _check_context(context: int | None, config: Config | None) -> None:
+    if config is not None and context is not None and context > config.max_position_embeddings:
         limit = config.max_position_embeddings
-        raise DsparkError("context", int(context), f"must be at most {limit}, the draft's max_position_embeddings")
+        raise DsparkError("context", context, f"must be at most {limit}, the draft's max_position_embeddings")
 
 
 def _check_adaptive(engine: Engine, wish: Wish, config: Config | None, flags: Flags) -> None:
@@ -177,14 +176,16 @@ def _check_adaptive(engine: Engine, wish: Wish, config: Config | None, flags: Fl
         raise DsparkError("adaptive", True, "is for DSpark drafts")
     if engine.key == "sglang" and config is not None and not config.enable_confidence_head:
         raise DsparkError("adaptive", True, "SGLang schedules by the confidence head, which this draft has not")
-    if engine.key == "sglang" and int(flags.get("dcp-size", 1)) > 1:
-        raise DsparkError("adaptive", True, f"with dcp-size {flags['dcp-size']} SGLang verifies statically only")
+    if engine.key == "sglang" and (number(DCP, flags.get(DCP)) or 1) > 1:
+        raise DsparkError("adaptive", True, f"with {DCP} {flags[DCP]} SGLang verifies statically only")
 
 
 def _without_unknown(engine: Engine, published: Mapping[str, Any]) -> tuple[Flags, list[str]]:
-    """Published flags that this version has, and the names of the others."""
+    """Published flags that this version has, and the names of the others; false and null are flags left out."""
     flags, dropped = Flags(), list[str]()
     for name, value in published.items():
+        if value is None or value is False:
+            continue
         unknown = list(engine.unknown(name, value))
         dropped += unknown
         if name not in unknown:
@@ -210,26 +211,3 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (Mapping, list)) else str(value)
-
-
-def parse_flags(texts: Sequence[str]) -> Flags:
-    """`NAME` or `NAME=VALUE`, dashes before it or not; a value that is a JSON object is one.
-
-    Raises DsparkError.
-    """
-    flags = Flags()
-    for text in texts:
-        name, equals, value = text.strip().lstrip("-").partition("=")
-        if not name or any(one.isspace() for one in name):
-            raise DsparkError("flag", text, "must be NAME or NAME=VALUE, e.g. max-num-seqs=32")
-        flags[name] = _value(name, value) if equals else True
-    return flags
-
-
-def _value(name: str, text: str) -> Any:
-    if not text.startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DsparkError(name, text, f"is not JSON ({error})") from None

@@ -16,8 +16,9 @@ from dspark.doctor.facts import TargetFacts, target_facts
 from dspark.doctor.findings import Finding
 from dspark.doctor.static import findings_of
 from dspark.errors import DsparkError
-from dspark.serving.launch.command import CONTEXT, Command, Wish, compose, parse_flags
+from dspark.serving.launch.command import Command, Wish, compose
 from dspark.serving.launch.engines import ENGINES, Engine, engine
+from dspark.serving.launch.flags import context_of, parse_flags
 from dspark.serving.launch.notes import notes
 from dspark.serving.launch.pair import Ready, known_recipe, ready_draft, ready_target
 from dspark.targets.embedded import EMBEDDED
@@ -64,8 +65,7 @@ def launch_command(
     wish = Wish(there, prepared.path, n, tp, context, host, port, adaptive, wanted)
     command = compose(chosen, wish, prepared.config, _flags(published, name))
     _say(notes(chosen, command, prepared.config))
-    limit = command.flags.get(CONTEXT[name])
-    _doctor(chosen, target, draft, prepared, None if limit is None else int(limit))
+    _doctor(chosen, target, draft, prepared, context_of(chosen, command.flags))
     if dry_run:
         if prepared.convert is not None:
             typer.echo(shlex.join(prepared.command))

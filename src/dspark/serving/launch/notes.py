@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.kinds import Config
-from dspark.serving.launch.command import CONTEXT, MODE, Command
+from dspark.serving.launch.command import MODE, Command
 from dspark.serving.launch.engines import Engine
+from dspark.serving.launch.flags import CONTEXT, DCP, PARALLEL, context_of, number
 
 
 def notes(engine: Engine, command: Command, config: Config | None) -> list[str]:
@@ -23,14 +24,14 @@ def notes(engine: Engine, command: Command, config: Config | None) -> list[str]:
 
 def _context(engine: Engine, command: Command, config: Config | None) -> Iterator[str]:
     flag = CONTEXT[engine.key]
-    context = command.flags.get(flag)
+    context = context_of(engine, command.flags)
     if config is None:
         yield f"the draft's config is not here, so nothing of it was checked; keep --{flag} within its trained length"
         return
     trained, rope = config.training_length, config.rope_parameters
     if context is None:
         yield f"without --context {engine.name} serves as far as the target goes; the draft was trained to {trained:,}"
-    elif int(context) > trained:
+    elif context > trained:
         yield f"--{flag} {context}: beyond the {trained:,} tokens it was trained on a draft is accepted less often"
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings", 0)
@@ -47,7 +48,7 @@ def _vllm(command: Command, config: Config | None) -> Iterator[str]:
         "num_speculative_tokens is always given: without it vLLM takes the file's block_size, which in a bonus-anchor "
         "file is one more than the draft predicts"
     )
-    if int(flags.get("tensor-parallel-size", 1)) > 1:
+    if (number("tp", flags.get(PARALLEL["vllm"])) or 1) > 1:
         yield (
             "fuse_allreduce_rms is off: vLLM turns it on where TP > 1 on Hopper and Blackwell, and capturing CUDA "
             "graphs can then end in FlashInfer's all-reduce workspace size error"
@@ -67,7 +68,7 @@ def _vllm(command: Command, config: Config | None) -> Iterator[str]:
 def _sglang(command: Command, config: Config | None) -> Iterator[str]:
     flags = command.flags
     adaptive = command.environment.get(MODE) is not None
-    if int(flags.get("dcp-size", 1)) > 1:
+    if (number(DCP, flags.get(DCP)) or 1) > 1:
         yield (
             f"decode context parallelism: {MODE} must stay at static (Kimi-K3 refuses anything else), so a confidence "
             "head is not used"
