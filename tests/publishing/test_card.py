@@ -148,12 +148,14 @@ def test_serving_comes_from_the_launch_builder(make_config) -> None:
     vllm, sglang = serving_sections(make_config(layer_types=("full_attention",) * 2), True, "me/mine")
     assert '--speculative-config \'{"model": "me/mine", "num_speculative_tokens": 7, "method": "dspark"}\'' in vllm
     assert "vllm serve TARGET" in vllm and "TARGET: the target's folder." in vllm
-    assert "SGLang 0.5.23 cannot serve this draft: sample_from_anchor = False" in sglang
+    assert "--speculative-dspark-block-size 7" in sglang and "--to sglang --target TARGET --expand" in sglang
     whole = {"sample_from_anchor": True, "block_size": 7, "draft_vocab_size": 30}
     config = make_config(**whole, layer_types=("full_attention",) * 2, target_name="org/model")
     vllm, sglang = serving_sections(config, False, None)
     assert "--speculative-draft-model-path FOLDER" in sglang and "--model-path org/model" in sglang
     assert "FOLDER: this draft's folder." in sglang and "dspark convert" not in vllm + sglang
+    turned = serving_sections(config.model_copy(update={"target_layer_ids": (2, 1)}), False, None)
+    assert all("dspark convert FOLDER for-" in section for section in turned)
     reduced = make_config(**{**whole, "draft_vocab_size": 12}, layer_types=("full_attention",) * 2)
     vllm, sglang = serving_sections(reduced, False, None)
     assert "dspark convert FOLDER for-vllm --to vllm --target TARGET" in vllm

@@ -132,6 +132,115 @@ def test_paths_of_this_machine(folder: Path) -> None:
     assert "training.json cannot be read" in faults(folder)[0]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "file:///home/me/x",
+            "see //home/me/x",
+            "a:/home/me/x",
+            "/gpfs/u/x",
+            "/nfs/u",
+            "/raid/x",
+            "/storage/x",
+            "/lustre/x",
+        ),
+        *(
+            "/content/drive",
+            "/dev/shm/x",
+            "/usr/local/lib",
+            "C:\\Users\\me",
+            "D:/rows",
+            "\\\\server\\share\\x",
+            "(~/runs)",
+        ),
+    ],
+)
+def test_paths_of_many_machines(folder: Path, text: str) -> None:
+    edit(folder / TRAINING_FILE, note=f"from {text}")
+    assert [line for line in faults(folder) if "training.json holds a path of this machine" in line]
+    edit(folder / TRAINING_FILE, note="")
+    (folder / "LICENSE").write_text(f"from {text}\n")
+    assert [line for line in faults(folder) if "LICENSE holds a path of this machine" in line]
+
+
+def test_addresses_and_names_are_no_paths(folder: Path) -> None:
+    text = (
+        "https://host/home/page, http://a.b:80/data/x?y=/tmp/z s3://bucket/data/x org/data, me/work/x a/b ./data/x "
+        "../data/x 1/2 and/or <https://host/mnt/x> [it](https://host/usr/local/x) note: /v1/completions e.g. x:y "
+        "task-force"
+    )
+    (folder / "notes.txt").write_text(text)
+    edit(folder / TRAINING_FILE, note=text)
+    assert faults(folder) == []
+
+
+def test_tokens(folder: Path) -> None:
+    for token in ("hf_" + "aB3" * 11, "sk-" + "proj-" + "x1" * 12):
+        (folder / "NOTICE").write_text(f"token={token}\n")
+        (found,) = faults(folder)
+        assert "NOTICE holds an access token" in found and token not in found
+
+
+def test_the_header_of_the_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path, metadata={"format": "pt", "from": "/secret/place/x", "token": "hf_" + "aB3" * 11})
+    assert [line.split(" (")[0] for line in faults(folder)] == [
+        "model.safetensors holds a path of this machine",
+        "model.safetensors holds an access token",
+    ]
+
+
+def test_other_files(folder: Path) -> None:
+    for name, words in (
+        ("LICENSE.pt", "is no part of a draft"),
+        ("LICENSES", "is no part of a draft"),
+        ("[a].txt", "rename it"),
+        ("a*.json", "rename it"),
+    ):
+        (folder / name).write_text("{}")
+        assert [line for line in faults(folder) if name in line and words in line], name
+        (folder / name).unlink()
+    for name in ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.txt"):
+        (folder / name).write_text("Words.\n")
+    assert faults(folder) == []
+    (folder / "deep.json").write_text("[" * 100000)
+    assert "deep.json cannot be read" in faults(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("---\n", "\n---\n", "names no licence"),
+        ("---\n", "\ufeff---\n", "names no licence"),
+        ("license: mit", "license: ' '", "names no licence"),
+        ("license: mit", "license: [mit]", "names no licence"),
+        ("license: mit", "license: " + "[" * 3000, "names no licence"),
+        ("| parameters |", "| parameters | 1 (x) |\n| parameters |", "does not have the parameters"),
+        ("| parameters |", "|parameters| 1 |\n| parameters |", "does not have the parameters"),
+        ("| predictions a block |", "<!-- | predictions a block |", "does not have the gamma"),
+    ],
+)
+def test_the_card_is_read_as_it_is_seen(folder: Path, old: str, new: str, words: str) -> None:
+    path = folder / CARD_FILE
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert any(words in line for line in faults(folder)), faults(folder)
+
+
+def test_figures_in_a_comment_are_none(folder: Path, make_draft, tmp_path: Path) -> None:
+    report = written(figures(weights_sha256(make_draft(target_name="org/tiny"))), tmp_path / "report.json")
+    plain = card_of(folder)
+    whole = card_of(folder, report)
+    (folder / CARD_FILE).write_text(f"{plain}\n<!--\n{whole}\n-->\n")
+    assert "does not have the figures of" in faults(folder, report)[0]
+
+
+def test_the_card_has_a_name_that_the_hub_allows(run, folder: Path) -> None:
+    code, out, err = run("card", folder, "--repo", "me/mi ne")
+    assert (code, out) == (2, "") and err.startswith("error: repo = ") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("repo", ["mine", "a/b/c", "me/..", "me/mi ne", ""])
 def test_a_name_that_the_hub_does_not_allow(run, folder: Path, repo: str) -> None:
     code, out, err = run("publish", folder, "--repo", repo)

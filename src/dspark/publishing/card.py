@@ -5,6 +5,7 @@ What is not known is said to be not recorded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def card_of(
     config, lm_head = _config(folder)
     training = read_training(folder)
     figures = None if report is None else report_of(report, folder)
-    licence = licence or front_matter(folder).get("license") or _licence(config)
+    licence = licence or stated_licence(folder) or _licence(config)
     try:
         return model_card(config, training, figures, licence, serving_sections(config, lm_head, repo), repo)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -66,20 +67,39 @@ def model_card(
 
 
 def stale_facts(config: DraftConfig, card: str) -> list[str]:
-    """Facts of the config that a card does not state as they are."""
+    """Facts of the config that a card, as `visible`, does not state, or states otherwise in any row."""
     facts = {"parameters": f"| parameters | {parameter_counts(config)['total']:,} (", "gamma": _gamma(config)}
-    return [name for name, line in facts.items() if line not in card]
+    lines = [" ".join(line.replace("|", " | ").split()) for line in card.splitlines()]
+    return [name for name, fact in facts.items() if not _stated(fact, lines)]
+
+
+def _stated(fact: str, lines: Sequence[str]) -> bool:
+    """Whether there are rows with a fact's label, and all of them are it."""
+    label = f"| {fact.split('|')[1].strip()} |"
+    rows = [line for line in lines if line.startswith(label)]
+    return bool(rows) and all(row.startswith(fact) for row in rows)
+
+
+def visible(card: str) -> str:
+    """A card without its HTML comments."""
+    return re.sub(r"<!--.*?(?:-->|\Z)", "", card, flags=re.DOTALL)
 
 
 def front_matter(folder: str | Path) -> dict[str, Any]:
-    """The YAML at the head of a folder's card; empty when there is no card or none in it."""
+    """The YAML that a folder's card begins with, at its first byte; empty when there is no card or none in it."""
     path = Path(folder) / CARD_FILE
     try:
-        _, block, _ = path.read_text(encoding="utf-8").split("---\n", 2)
-        values = yaml.safe_load(block)
-    except (OSError, ValueError, yaml.YAMLError):
+        head, block, _ = path.read_text(encoding="utf-8").split("---\n", 2)
+        values = yaml.safe_load(block) if head == "" else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def stated_licence(folder: str | Path) -> str | None:
+    """The licence in a card's front matter; None when it names none."""
+    found = front_matter(folder).get("license")
+    return found if isinstance(found, str) and found.strip() else None
 
 
 def _config(folder: str | Path) -> tuple[DraftConfig, bool]:

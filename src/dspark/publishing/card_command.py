@@ -14,6 +14,7 @@ from dspark.data.card import data_card
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 from dspark.publishing.card import card_of
+from dspark.publishing.publish import check_repo
 
 
 def card_command(
@@ -50,4 +51,6 @@ def _of_draft(paths: Sequence[Path], report: Path | None, licence: str | None, r
         raise DsparkError("paths", " ".join(map(str, paths)), "must be one draft folder, or rows files only")
     if sample:
         raise DsparkError("sample", sample, "is for rows files; leave it out with a draft's folder")
+    if repo is not None:
+        check_repo(repo)
     return card_of(paths[0], report, licence, repo)

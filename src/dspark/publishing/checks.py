@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from dspark.checkpoints.native import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, load_draft, read_config
 from dspark.checkpoints.tensors import tensor_shapes
 from dspark.doctor.static import static_checks
 from dspark.drafts.config import DraftConfig
 from dspark.errors import DsparkError
-from dspark.publishing.card import front_matter, stale_facts
+from dspark.publishing.card import stale_facts, stated_licence, visible
 from dspark.publishing.evaluation import evaluation, report_of
+from dspark.publishing.secrets import path_in, strings, token_in
 from dspark.targets.converted import sha256
 
 _TEXTS = (".json", ".md", ".txt")
-_PLACES = "home|root|Users|tmp|var|mnt|data|work|workspace|opt|srv|scratch|media|private"
-_PATH = re.compile(rf"(?<![\w.:/~-])(?:~/|/(?:{_PLACES})/)[^\s\"'`)|]+|\b[A-Za-z]:\\\w[^\s\"'`)|]*")
+_LICENCES = ("LICENSE", "NOTICE")
 _EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")
 
 
@@ -47,7 +47,7 @@ def faults(folder: Path, report: Path | None = None) -> list[str]:
     config, _ = read_config(folder)
     if not isinstance(config, DraftConfig):
         raise DsparkError("draft", str(folder), "is an EAGLE-3 baseline; only DSpark and DFlash drafts are published")
-    found = [*_files(folder), *_tensors(folder, config), *_card(folder, config, report), *_paths(folder)]
+    found = [*_files(folder), *_tensors(folder, config), *_card(folder, config, report), *_words(folder)]
     return found or list(_doctor(folder, config))
 
 
@@ -56,13 +56,15 @@ def _files(folder: Path) -> Iterator[str]:
     if not (folder / WEIGHTS_FILE).is_file():
         yield f"{WEIGHTS_FILE} is missing; a published draft has one safetensors file"
     for path in sorted(folder.iterdir()):
-        text = path.suffix in _TEXTS or path.name.startswith("LICENSE")
         if path.name.endswith((".safetensors", ".index.json")) and path.name != WEIGHTS_FILE:
             yield f"{path.name}: a published draft has one safetensors file, {WEIGHTS_FILE}"
         elif path.is_symlink() or not path.is_file():
             yield f"{path.name} is no plain file; take it away"
-        elif path.name != WEIGHTS_FILE and (not text or path.name.startswith(".")):
-            yield f"{path.name} is no part of a draft (weights, {', '.join(_TEXTS)}, LICENSE); take it away"
+        elif path.name != WEIGHTS_FILE and (not _is_text(path) or path.name.startswith(".")):
+            known = ", ".join((*_TEXTS, *_LICENCES))
+            yield f"{path.name} is no part of a draft (weights, {known}); take it away"
+        elif set(path.name) & set("[]*?"):
+            yield f"{path.name}: a name with [ ] * or ? stands for others when it is uploaded; rename it"
 
 
 def _tensors(folder: Path, config: DraftConfig) -> Iterator[str]:
@@ -84,11 +86,11 @@ def _card(folder: Path, config: DraftConfig, report: Path | None) -> Iterator[st
     """A card with a licence, true to the config and, when given, to the report."""
     write = f"dspark card {folder}"
     try:
-        card = (folder / CARD_FILE).read_text(encoding="utf-8")
+        card = visible((folder / CARD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         yield f"{CARD_FILE} is missing or no text; write it: {write} --report report.json"
         return
-    if not front_matter(folder).get("license"):
+    if stated_licence(folder) is None:
         yield f"{CARD_FILE} names no licence; write it again: {write} --license NAME"
     for fact in stale_facts(config, card):
         yield f"{CARD_FILE} does not have the {fact} of {CONFIG_FILE}; write it again: {write}"
@@ -96,33 +98,35 @@ def _card(folder: Path, config: DraftConfig, report: Path | None) -> Iterator[st
         yield f"{CARD_FILE} does not have the figures of {report}; write it again: {write} --report {report}"
 
 
-def _paths(folder: Path) -> Iterator[str]:
-    """Paths of this machine in texts that go out."""
+def _words(folder: Path) -> Iterator[str]:
+    """Paths of this machine and tokens in the texts that go out, the header of the weights among them."""
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.suffix not in _TEXTS:
+        if not path.is_file() or not (path.name == WEIGHTS_FILE or _is_text(path)):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
-            found = list(_of_json(json.loads(text))) if path.suffix == ".json" else _PATH.findall(text)
-        except ValueError as error:
+            texts, whole = _texts(path)
+            places = [place for text in texts if (place := path_in(text, whole))]
+            tokens = [token for text in texts if (token := token_in(text))]
+        except (ValueError, RecursionError, OSError, SafetensorError) as error:
             yield f"{path.name} cannot be read ({' '.join(str(error).split())})"
             continue
-        if found:
-            yield f"{path.name} holds a path of this machine ({found[0]}); only names may stay"
+        if places:
+            yield f"{path.name} holds a path of this machine ({places[0]}); only names may stay"
+        if tokens:
+            yield f"{path.name} holds an access token ({tokens[0]}); take it out, and revoke it"
 
 
-def _of_json(value: Any) -> Iterator[str]:
-    """Paths in any text of a JSON value."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _of_json(key)
-            yield from _of_json(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _of_json(inner)
-    elif isinstance(value, str):
-        whole = value.startswith("/") and value.count("/") > 1
-        yield from [value] if whole else _PATH.findall(value)
+def _texts(path: Path) -> tuple[list[str], bool]:
+    """The texts of a file, and whether each is a value by itself."""
+    if path.name == WEIGHTS_FILE:
+        with safe_open(path, framework="pt") as file:
+            return list(strings(file.metadata() or {})), True
+    text = path.read_text(encoding="utf-8")
+    return (list(strings(json.loads(text))), True) if path.suffix == ".json" else ([text], False)
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix in _TEXTS or path.name in _LICENCES
 
 
 def _doctor(folder: Path, config: DraftConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dspark.publishing.words import hub_name
 from dspark.serving.launch.command import Wish, compose
 from dspark.serving.launch.engines import Engine, engine
 from dspark.serving.launch.notes import notes
-from dspark.serving.launch.pair import form_for
+from dspark.serving.launch.pair import form_for, in_order
 from dspark.targets.embedded import EMBEDDED
 from dspark.training.recipe import load_recipe, recipe_names
 
@@ -27,7 +27,8 @@ def _section(one: Engine, config: DraftConfig, lm_head: bool, repo: str | None) 
     target, draft = (None if own else hub_name(config.target_name)) or "TARGET", repo or "FOLDER"
     try:
         form, expanded = form_for(one.key, config)
-        there = form == one.key and not expanded and (lm_head or not config.reduced or one.key != "vllm")
+        there = form == one.key and not expanded and in_order(config)
+        there = there and (lm_head or not config.reduced or one.key != "vllm")
         served = draft if there else f"for-{one.key}"
         command = compose(one, Wish(target, served), config, _published(one.key, config.target_name))
     except DsparkError as error:

@@ -144,6 +144,10 @@ def test_what_the_doctor_finds_broken_is_refused(run, tiny_llama_folder, tmp_pat
         (["vllm", "kimi-k2.6", "-n", "8"], "n = 8: must be 1..7"),
         (["vllm", "kimi-k2.6", "--tp", "0"], "tp = 0: must be at least 1"),
         (["vllm", "kimi-k2.6", "--context", "262145"], "context = 262145: must be at most 262144"),
+        (["vllm", "kimi-k2.6", "--flag", "max-model-len=1e3"], "max-model-len = '1e3': must be a whole number"),
+        (["vllm", "kimi-k2.6", "--flag", "speculative-config=5"], "speculative-config = '5': must be a JSON object"),
+        (["vllm", "kimi-k2.6", "--flag", 'compilation-config={"a":' + "[" * 100000], "is not JSON"),
+        (["vllm", "kimi-k2.6", "--target=-x"], "target = '-x': would be taken for a flag"),
         (["vllm", "kimi-k2.6", "--flag", "no-such-flag"], "flag = 'no-such-flag': is not known to vLLM 0.32.0"),
     ],
 )

@@ -104,9 +104,8 @@ def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
 
 def _as_it_is(engine: str, read: Header, form: str, expanded: bool) -> bool:
     """Whether the engine loads the folder without a conversion."""
-    taps = list(read.config.target_layer_ids)
-    if taps != sorted(taps):
-        return False  # engines hand the taps over in ascending order, whatever the order of fc's columns
+    if not in_order(read.config):
+        return False
     if read.form == "eagle3":
         return True
     if engine == "vllm" and read.config.reduced and not read.lm_head:
@@ -114,6 +113,11 @@ def _as_it_is(engine: str, read: Header, form: str, expanded: bool) -> bool:
     if engine == "vllm" and read.form == "speculators":
         return True
     return not expanded and read.form == ("native" if form == engine else form)
+
+
+def in_order(config: Config) -> bool:
+    """Whether the taps ascend, as engines hand them over, whatever the order of fc's columns."""
+    return list(config.target_layer_ids) == sorted(config.target_layer_ids)
 
 
 def _as_form(draft: str, target: str, read: Header, form: str, expanded: bool, place: Path) -> Ready:
