@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tests.doctor.conftest import TOKENS, edit, levels, texts
 
 from dspark.bench.contenders import Captured
@@ -77,6 +78,20 @@ def test_settings_that_mean_nothing(healthy: Path, check: Check, settings: dict[
     with pytest.raises(DsparkError) as error:
         check(healthy, **settings)
     assert error.value.field == field
+
+
+def test_a_profile_nested_too_deep(healthy: Path, check: Check, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    with pytest.raises(DsparkError, match="cannot be read"):
+        check(healthy, profile=str(tmp_path / "deep.json"))
+
+
+def test_a_draft_of_the_hub_that_cannot_be_had(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of every command that takes one."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = check("nobody/nothing")
+    (one,) = [one for one in found.findings if one.check == "files"]
+    assert one.level == "broken" and "no draft of that name came from the hub" in one.text
 
 
 def test_no_draft_there(check: Check, tmp_path: Path) -> None:

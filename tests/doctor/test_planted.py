@@ -116,6 +116,7 @@ STATIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
         {}, "rotary", "note",
     ),
     "YaRN without end": (rope(factor=float("inf")), {}, "rotary", "broken"),
+    "YaRN of a number past every float": (rope(factor=10**400), {}, "rotary", "broken"),
     "norm lost by a converter": (
         lambda f: retensor(f, lambda t: t["hidden_norm.weight"].zero_()), {}, "weights", "broken",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ def check_rotary(config: Config, target: TargetFacts) -> Finding:
     """rotary: complete (read so already), and YaRN's lengths consistent with each other and with training."""
     rope, reach = config.rope_parameters, config.max_position_embeddings
     shown = ", ".join(f"{name} {value}" for name, value in rope.items())
-    if any(isinstance(value, float) and not math.isfinite(value) for value in rope.values()):
+    if not all(_finite(value) for value in rope.values()):
         return Finding("rotary", "broken", f"{shown}: must be finite")
     if rope["rope_type"] == "yarn":
         original, factor = rope["original_max_position_embeddings"], rope.get("factor")
@@ -101,7 +101,14 @@ def check_rotary(config: Config, target: TargetFacts) -> Finding:
 def _theta(target: TargetFacts) -> float | None:
     parameters = target.values.get("rope_parameters") or target.values
     found = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    return float(found) if isinstance(found, int | float) else None
+    return float(found) if isinstance(found, int | float) and _finite(found) else None
+
+
+def _finite(value: Any) -> bool:
+    """Whether every number in a rotary setting is one that a float holds."""
+    if isinstance(value, list | tuple):
+        return all(_finite(one) for one in value)
+    return not isinstance(value, int | float) or abs(value) < sys.float_info.max
 
 
 def check_length(config: Config, target: TargetFacts, context: int | None) -> Iterator[Finding]:
