@@ -41,6 +41,7 @@ OWN = {
         "model-path": "--target",
         "tp-size": "--tp",
         "tensor-parallel-size": "--tp",
+        "decode-context-parallel-size": "--flag dcp-size",
         "speculative-algorithm": "--draft",
         "speculative-draft-model": "--draft",
         "speculative-draft-model-path": "--draft",
