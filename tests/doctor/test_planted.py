@@ -116,7 +116,6 @@ STATIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
         {}, "rotary", "note",
     ),
     "YaRN without end": (rope(factor=float("inf")), {}, "rotary", "broken"),
-    "YaRN of a number past every float": (rope(factor=10**400), {}, "rotary", "broken"),
     "norm lost by a converter": (
         lambda f: retensor(f, lambda t: t["hidden_norm.weight"].zero_()), {}, "weights", "broken",
     ),
@@ -435,7 +434,7 @@ def test_any_value_of_any_key_of_the_target(copied: Path, target_folder: Path, c
     original = json.loads((folder / "config.json").read_text())
     counts = "hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"
     for name in (*counts, "architectures", "eos_token_id", "rope_parameters", "rope_theta", "text_config"):
-        for value in (None, -1, "x", [], {}, [[1], "x"]):
+        for value in (None, -1, 10**400, "x", [], {}, [[1], "x"]):
             edit(folder, **{**original, name: value})
             try:
                 assert check(copied, target=str(folder), context=60, engine="vllm").code in (0, 1, 2)
