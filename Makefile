@@ -55,9 +55,9 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One thread: the tensors of these tests are so small that a second one only gets in the way.
+# One thread each: the tensors of these tests are so small that a second one only gets in the way.
 test: lint ## lint, then every test but the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
 test-slow: $(STAMP) $(ENGINES) ## only the slow tests, those with vLLM and llama.cpp among them
 	$(PIP) install -q -c constraints.txt -e '.[slow]'
