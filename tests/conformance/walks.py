@@ -59,8 +59,8 @@ class _Noting(DSparkProposer):
         self.noted: dict[int, list[tuple[int, list[int], list[float]]]] = {}
 
     @torch.no_grad()
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
-        proposals = super().propose(batch)
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
+        proposals = super().propose(batch, n)
         for active, proposal in zip(batch, proposals, strict=True):
             noted = len(active.result.output_ids), list(proposal.tokens), self._margins(active, proposal.tokens)
             self.noted.setdefault(active.index, []).append(noted)
@@ -84,9 +84,9 @@ class _NotingEagle3(Eagle3Proposer):
         super().__init__(draft, n)
         self.noted: dict[int, list[tuple[int, list[int], list[float]]]] = {}
 
-    def propose(self, batch: Sequence[Active]) -> list[Proposal]:
+    def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
         self._clear: list[list[float]] = []
-        proposals = super().propose(batch)
+        proposals = super().propose(batch, n)
         for row, (active, proposal) in enumerate(zip(batch, proposals, strict=True)):
             noted = len(active.result.output_ids), list(proposal.tokens), [slot[row] for slot in self._clear]
             self.noted.setdefault(active.index, []).append(noted)
