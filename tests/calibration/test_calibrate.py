@@ -64,7 +64,7 @@ def sha(folder: Path) -> str:
 def calibration(folder: Path, **changes: object) -> Calibration:
     fields = {"weights_sha256": sha(folder), "target": "t", "temperatures": (1.0,) * 7, "datasets": ("q",)}
     fields["scaling"] = ((1.0, 0.0),) * 7
-    return Calibration(**{**fields, "rounds": 10, "prompts": 2, "max_tokens": 8, **changes})
+    return Calibration(**{**fields, "rounds": 10, "prompts": 2, **changes})
 
 
 def profile_of(target: TransformersTarget, folder: Path) -> CostProfile:

@@ -87,7 +87,7 @@ def calibrate_command(
             else _rounds(rounds, loaded, drafted, asked, max_tokens, out, "rounds.npz")
         )
         apart = _rounds(unseen_rounds, loaded, drafted, others, max_tokens, out, "unseen.npz")
-        found = _fit(used, apart, by_domain, sha256, loaded.name, max_tokens, out)
+        found = _fit(used, apart, by_domain, sha256, loaded.name, out)
         path = found.save(save_to or folder)
         typer.echo(f"temperatures {slots(found.temperatures, '.2f', 1)}, written to {path}")
     if not no_profile:
@@ -191,7 +191,6 @@ def _fit(
     by_domain: bool,
     sha256: str,
     target: str,
-    max_tokens: int,
     out: Path | None,
 ) -> Calibration:
     """Fit on one half of the prompts of every data set, report on the other and on data sets not fitted on."""
@@ -232,7 +231,6 @@ def _fit(
         datasets=tuple(names),
         rounds=len(fit),
         prompts=len(set(zip(fit.domain.tolist(), fit.prompt.tolist(), strict=True))),
-        max_tokens=max_tokens,
         measured=measured,
     )
     if out is not None:

@@ -37,8 +37,8 @@ class Calibration(BaseModel):
     """temperatures: of slots 1..n, for engines that take those; scaling: (scale, offset) of each, what the engine here
     uses; domains: the scaling of single data sets, by name; datasets: what they were fitted on.
 
-    weights_sha256: of the draft (`native.weights_sha256`); rounds, prompts: fitted on; max_tokens: of an answer;
-    measured: by data set (`all`: together), on the held-out half of the fitted ones and on others.
+    weights_sha256: of the draft (`native.weights_sha256`); rounds, prompts: fitted on; measured: by data set (`all`:
+    together), on the held-out half of the fitted ones and on others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +52,6 @@ class Calibration(BaseModel):
     datasets: tuple[str, ...]
     rounds: int
     prompts: int
-    max_tokens: int
     sampling: Literal["greedy"] = "greedy"
     measured: dict[str, Measured] = {}
 
