@@ -1,13 +1,14 @@
 """Conversion of drafts: any form we read to any form we write.
 
-A form's layer ids, its spelling of the layout and its count are translated, never the layout itself, nor a weight.
-What the goal cannot express is refused by name; what its engine ignores is noted. Everything is checked before the
-first byte is written.
+A form's layer ids, its spelling of the layout and its count are translated, never the layout itself, nor a weight;
+layer ids that do not ascend are sorted, with fc's columns, for every goal but native. What the goal cannot express is
+refused by name; what its engine ignores is noted. Everything is checked before the first byte is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dspark.checkpoints.qwen3 import own_json
 from dspark.checkpoints.read import GGUF_SUFFIX, Checkpoint, Header, draft_of, read_checkpoint
 from dspark.checkpoints.specforge import specforge_to_json
 from dspark.checkpoints.speculators import speculators_to_json
+from dspark.checkpoints.taps import ascending, check_ascending
 from dspark.checkpoints.zlab import RENAMED, Form, config_for
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
@@ -66,6 +68,9 @@ def convert(
     """
     source, out = _check_ends(src, form, out, expanded, kind)
     read = read_checkpoint(source, None if form == "gguf" else target, **stated)
+    if form != "native":
+        config, tensors = ascending(read.config, read.tensors, read.notes)
+        read = replace(read, config=config, tensors=tensors)
     files = {name: _text(source / name) for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE)}
     if form == "gguf":
         _write_gguf(read, out, target, kind or "f16")
@@ -113,6 +118,8 @@ def _in_form(
 
 def document_for(config: DraftConfig, form: str, lm_head: bool, read: Checkpoint | Header) -> dict[str, Any]:
     """The config.json of the goal. Raises DsparkError for what it cannot express, and adds to read.notes."""
+    if form != "native":
+        check_ascending(config)
     if form == "k3_dspark":
         return k3_to_json(config, read.lm_head)
     if form != "native":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dspark.checkpoints.taps import check_ascending
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.errors import DsparkError
@@ -17,7 +18,10 @@ def check_eagle3(config: Eagle3Config, form: str, forms: Sequence[str], notes: l
     """Raise DsparkError for a goal that has no EAGLE-3 drafts, or an engine that cannot load this one."""
     if form not in forms:
         raise DsparkError("to", form, f"has no EAGLE-3 drafts here; must be one of {', '.join(forms)}")
-    if form == "native" or config.attention == "gqa":
+    if form == "native":
+        return
+    check_ascending(config)
+    if config.attention == "gqa":
         return
     if config.q_lora_rank is None:
         raise DsparkError("q_lora_rank", None, "vLLM and SGLang need one for MLA: queries of low rank")
@@ -31,6 +35,7 @@ def check_eagle3(config: Eagle3Config, form: str, forms: Sequence[str], notes: l
 
 def check_vllm(config: DraftConfig, notes: list[str]) -> None:
     """Raise DsparkError naming what vLLM cannot serve from the native form."""
+    check_ascending(config)
     if config.markov_head_type != "vanilla":
         raise DsparkError("markov_head_type", config.markov_head_type, "vLLM serves vanilla Markov heads only")
     if config.markov_rank == 0:
@@ -40,6 +45,7 @@ def check_vllm(config: DraftConfig, notes: list[str]) -> None:
 
 def check_sglang(config: DraftConfig, notes: list[str]) -> None:
     """Raise DsparkError naming what SGLang cannot serve from the native form; note what it ignores."""
+    check_ascending(config)
     if config.markov_rank == 0:
         raise DsparkError("markov_rank", 0, "SGLang's DSPARK needs a Markov head; use the z-lab form and DFLASH")
     if config.reduced:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dspark.checkpoints.native import LM_HEAD, config_from_json, config_to_json
+from dspark.checkpoints.taps import check_ascending
 from dspark.checkpoints.zlab import check_whole
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
@@ -75,6 +76,7 @@ def export_gguf(
     path, target = Path(path), Path(target)
     if kind not in get_args(Kind):
         raise DsparkError("kind", kind, f"must be one of {', '.join(get_args(Kind))}")
+    check_ascending(draft.config)
     values = metadata(draft.config, lm_head)
     reader = _open("target", target)
     _check_target(reader, draft.config, target)
