@@ -82,6 +82,13 @@ def test_missing_layout_says_how_to_state_it(fields) -> None:
         ({"prompt_recipe": {"template_sha256": None}}, "prompt_recipe"),
         ({"blocksize": 7}, "blocksize"),
         ({"hidden_size": 24.5}, "hidden_size"),
+        ({"intermediate_size": 2**63 - 1}, "intermediate_size"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"max_position_embeddings": 2**33}, "max_position_embeddings"),
+        ({"block_size": 2**33}, "block_size"),
+        ({"target_name": "two\nlines"}, "target_name"),
+        ({"target_name": "`rm`"}, "target_name"),
+        ({"target_name": " "}, "target_name"),
     ],
 )
 def test_bad_values_name_the_field(fields, changes, field) -> None:

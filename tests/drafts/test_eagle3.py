@@ -208,6 +208,9 @@ def test_yarn_scales_the_softmax_of_mla_only_as_deepseek_does() -> None:
         ({"prompt_recipe": {}}, "prompt_recipe"),
         ({"mask_token_id": 3}, "mask_token_id"),
         ({"training_steps": 0}, "training_steps"),
+        ({"intermediate_size": 2**63 - 1}, "intermediate_size"),
+        ({"target_name": "two\nlines"}, "target_name"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta"),
     ],
 )
 def test_a_config_that_is_wrong_is_named(changes: dict[str, Any], field: str) -> None:

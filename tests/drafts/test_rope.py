@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from dspark.drafts.config import DraftConfig
-from dspark.drafts.rope import ROPE_TYPES, Rotary, inverse_frequencies
+from dspark.drafts.rope import ROPE_TYPES, Rotary, check_rope, inverse_frequencies
 from dspark.errors import DsparkError
 
 # Stored golden values for head_dim 8 and theta 100: inverse frequencies and the factor on cos and sin. By hand:
@@ -131,3 +132,22 @@ def test_values_that_transformers_trips_over_are_one_readable_error(fields, wron
     with pytest.raises(DsparkError, match="rope_parameters") as caught:
         DraftConfig(**fields(rope_parameters=parameters))
     assert "\n" not in str(caught.value)
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+NO_NUMBERS = (float("nan"), float("inf"), -1.0, 0, True, "4", 10**400)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("name", [*(name for name in YARN if name != "rope_type"), "attention_factor", "beta_fast"])
+def test_what_is_no_number_above_0_is_named(name, value) -> None:
+    with pytest.raises(DsparkError, match="finite number above 0") as caught:
+        check_rope({**YARN, name: value})
+    assert caught.value.field == f"rope_parameters.{name}"
+
+
+def test_lists_and_other_keys_hold_no_nan() -> None:
+    for change in ({"long_factor": [1.0, float("nan")]}, {"mscale": float("inf")}, {"partial_rotary_factor": 0}):
+        with pytest.raises(DsparkError):
+            check_rope({**YARN, **change})
+    check_rope({**YARN, "attention_factor": None, "mscale": 0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,13 +18,26 @@ from pydantic import (
     model_validator,
 )
 
-from dspark.drafts.rope import ROPE_TYPES, inverse_frequencies
+from dspark.drafts.rope import check_rope, inverse_frequencies
 from dspark.errors import DsparkError
 
 if TYPE_CHECKING:
     from dspark.drafts.eagle3_config import Eagle3Config
 
-PositiveInt = Annotated[StrictInt, Field(ge=1)]
+
+def one_line(name: str) -> str:
+    """The name itself. Raises ValueError unless it is one line of printable text without backticks."""
+    if not name.isprintable() or "`" in name or not name.strip():
+        raise ValueError("must be one line of printable text without backticks")
+    return name
+
+
+# Counts and lengths: what a 32-bit number holds, as files and engines have them
+PositiveInt = Annotated[StrictInt, Field(ge=1, le=2**31 - 1)]
+# Widths of tensors: above any model's, and small enough that no product of them overflows
+Width = Annotated[StrictInt, Field(ge=1, le=2**18)]
+# One line that a card and a command can quote
+Name = Annotated[StrictStr, Field(min_length=1), AfterValidator(one_line)]
 LayerType = Literal["full_attention", "sliding_attention"]
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
@@ -62,20 +76,20 @@ class DraftConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hidden_size: PositiveInt
+    hidden_size: Width
     num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    intermediate_size: PositiveInt
+    num_attention_heads: Width
+    num_key_value_heads: Width
+    head_dim: Width
+    intermediate_size: Width
     hidden_act: StrictStr = "silu"
     rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     attention: Literal["gqa", "mla"] = "gqa"
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt | None = None
-    qk_nope_head_dim: PositiveInt | None = None
-    qk_rope_head_dim: PositiveInt | None = None
-    v_head_dim: PositiveInt | None = None
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_nope_head_dim: Width | None = None
+    qk_rope_head_dim: Width | None = None
+    v_head_dim: Width | None = None
     attention_bias: StrictBool
     max_position_embeddings: PositiveInt
     rope_parameters: dict[str, Any]
@@ -87,11 +101,11 @@ class DraftConfig(BaseModel):
     target_layer_ids: tuple[StrictInt, ...]
     aux_hidden_stream: Literal["attn_res"] | None = None
     num_target_layers: PositiveInt
-    target_name: Annotated[StrictStr, Field(min_length=1)]
+    target_name: Name
     mask_token_id: StrictInt
     sample_from_anchor: StrictBool
     block_size: PositiveInt
-    markov_rank: Annotated[StrictInt, Field(ge=0)]
+    markov_rank: Annotated[StrictInt, Field(ge=0, le=2**18)]
     markov_head_type: MarkovType
     enable_confidence_head: StrictBool
     confidence_head_with_markov: StrictBool
@@ -201,15 +215,6 @@ class DraftConfig(BaseModel):
     def check_target(self, name: str | None, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise DsparkError when the draft was made for another target (name None: not compared)."""
         check_target(self, name, num_layers, hidden_size, vocab_size)
-
-
-def check_rope(parameters: dict[str, Any]) -> None:
-    """Raise DsparkError unless rope_parameters name a type that Transformers knows and a base."""
-    if parameters.get("rope_type") not in ROPE_TYPES:
-        remedy = f"must be one of {', '.join(ROPE_TYPES)}"
-        raise DsparkError("rope_parameters.rope_type", parameters.get("rope_type"), remedy)
-    if not isinstance(parameters.get("rope_theta"), (int, float)):
-        raise DsparkError("rope_parameters.rope_theta", parameters.get("rope_theta"), "must be a number")
 
 
 def check_prompt_recipe(prompt_recipe: dict[str, str | None]) -> None:

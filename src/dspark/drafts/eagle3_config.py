@@ -8,14 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from dspark.drafts.config import (
+    Name,
     PositiveInt,
+    Width,
     check_prompt_recipe,
-    check_rope,
     check_target,
     check_target_side,
     readable,
 )
-from dspark.drafts.rope import inverse_frequencies
+from dspark.drafts.rope import check_rope, inverse_frequencies
 from dspark.errors import DsparkError
 
 TAPS = 3
@@ -52,26 +53,26 @@ class Eagle3Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     enable_confidence_head: ClassVar[bool] = False
 
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
+    hidden_size: Width
+    intermediate_size: Width
     hidden_act: StrictStr = "silu"
     rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     max_position_embeddings: PositiveInt
     rope_parameters: dict[str, Any]
     attention: Literal["gqa", "mla"]
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt | None = None
-    qk_nope_head_dim: PositiveInt | None = None
-    qk_rope_head_dim: PositiveInt | None = None
-    v_head_dim: PositiveInt | None = None
+    num_attention_heads: Width
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_nope_head_dim: Width | None = None
+    qk_rope_head_dim: Width | None = None
+    v_head_dim: Width | None = None
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt
     target_layer_ids: tuple[StrictInt, ...]
     num_target_layers: PositiveInt
-    target_name: Annotated[StrictStr, Field(min_length=1)]
+    target_name: Name
     training_steps: PositiveInt
     training_length: PositiveInt
     prompt_recipe: dict[str, StrictStr | None]

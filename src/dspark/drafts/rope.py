@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -14,6 +15,42 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dspark.errors import DsparkError
 
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+# Parameters that divide or scale; whatever else a type has is left to Transformers' own checks
+_POSITIVE = (
+    "rope_theta",
+    "factor",
+    "partial_rotary_factor",
+    "attention_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+
+
+def check_rope(parameters: Mapping[str, Any]) -> None:
+    """Raise DsparkError unless rope_parameters name a type that Transformers knows and a base, in numbers above 0."""
+    if parameters.get("rope_type") not in ROPE_TYPES:
+        remedy = f"must be one of {', '.join(ROPE_TYPES)}"
+        raise DsparkError("rope_parameters.rope_type", parameters.get("rope_type"), remedy)
+    for name in _POSITIVE:
+        value = parameters.get(name)
+        if value is None and name != "rope_theta":
+            continue  # null as well as absent: Transformers' default
+        if not _above_0(value):
+            raise DsparkError(f"rope_parameters.{name}", value, "must be a finite number above 0")
+    for name, value in parameters.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, float) and not math.isfinite(one):
+                raise DsparkError(f"rope_parameters.{name}", one, "must be finite")
+
+
+def _above_0(value: object) -> bool:
+    """Whether it is a number above 0 that fp32 holds, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= torch.finfo(torch.float32).max  # NaN compares false
 
 
 class RotarySettings(Protocol):
@@ -66,7 +103,8 @@ def inverse_frequencies(config: RotarySettings) -> tuple[Tensor, float]:
         raise DsparkError(
             "rope_parameters", config.rope_parameters, f"{rope_type} needs other values: {error}"
         ) from None
-    if 2 * len(frequencies) > config.head_dim or not bool(torch.isfinite(frequencies).all()):
+    sound = bool(torch.isfinite(frequencies).all()) and math.isfinite(factor) and factor > 0
+    if 2 * len(frequencies) > config.head_dim or not len(frequencies) or not sound:
         raise DsparkError(
             "rope_parameters", config.rope_parameters, f"gives no valid frequencies for head_dim {config.head_dim}"
         )
