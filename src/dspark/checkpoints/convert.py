@@ -72,6 +72,9 @@ def convert(
         config, tensors = ascending(read.config, read.tensors, read.notes)
         read = replace(read, config=config, tensors=tensors)
     files = {name: _text(source / name) for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE)}
+    if expanded and read.config.reduced and files[CARD_FILE] is not None:
+        files[CARD_FILE] = None
+        read.notes.append(f"{CARD_FILE} is left out: its figures are those of the reduced vocabulary")
     if form == "gguf":
         _write_gguf(read, out, target, kind or "f16")
     elif isinstance(read.config, Eagle3Config):
@@ -111,6 +114,7 @@ def _in_form(
         config, tensors = expand(config, tensors)
     elif config.reduced and form in _NEEDS_HEAD and LM_HEAD not in tensors:
         tensors[LM_HEAD] = _head_rows(config, tensors["d2t"], target)
+        read.notes.append(f"{LM_HEAD} is added: rows of the head of {target or EMBEDDED}")
     elif form in ("native", "sglang") and not read.lm_head:
         tensors.pop(LM_HEAD, None)
     return document_for(config, form, LM_HEAD in tensors, read), tensors

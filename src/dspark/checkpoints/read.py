@@ -43,6 +43,7 @@ from dspark.errors import DsparkError
 from dspark.targets.embedded import EMBEDDED, ensure_embedded
 
 GGUF_SUFFIX = ".gguf"
+_LONG_MAP = 16  # entries: of a shorter d2t nothing can be said
 _EMBEDDING = "embed_tokens.weight"
 # What `inspected` puts in the place of a record that is missing
 _RECORDS: dict[str, Any] = {
@@ -92,18 +93,24 @@ def read_header(source: Path, target: str | None = None, **stated: Any) -> Heade
     if source.suffix == GGUF_SUFFIX:
         config, shapes, lm_head = gguf_header(source)
         state(config.model_dump(), stated, DraftConfig.model_fields)
-        return Header(source, "gguf", config, shapes, lm_head, [])
+        notes = list[str]()
+        _check_facts(config, {} if target is None else _target_facts(target, config.model_dump()), notes)
+        return Header(source, "gguf", config, shapes, lm_head, notes)
     values, notes = config_values(source), list[str]()
     form = detect(values)
     if form == "eagle3":
         facts = {} if target is None else _target_facts(target, values)
-        return _located(source, form, read_eagle3(values, facts, stated, notes), True, notes)
+        eagle3 = read_eagle3(values, facts, stated, notes)
+        _check_facts(eagle3, facts, notes)
+        return _located(source, form, eagle3, True, notes)
     fields = READERS[form](values, notes)
     if form == "k3_dspark":
         values = without_tap_count(values)
+    facts = {} if target is None else _target_facts(target, fields)
     known = {**fields, **own_object(values), **values}
-    facts = {} if target is None else {n: v for n, v in _target_facts(target, fields).items() if n not in known}
-    config = assemble(fields, values, {**facts, **stated}, notes)
+    missing = {name: value for name, value in facts.items() if name not in known}
+    config = assemble(fields, values, {**missing, **stated}, notes)
+    _check_facts(config, facts, notes)
     return _located(source, form, config, (own_object(values) or values).get("lm_head_in_file"), notes)
 
 
@@ -134,6 +141,8 @@ def read_checkpoint(source: Path, target: str | None = None, **stated: Any) -> C
         tensors = {name: found[header.homes[name][1]] for name in header.shapes}
     if config.reduced and "t2d" not in tensors:
         tensors["t2d"] = _marked(tensors["d2t"], config.vocab_size)
+        if _like_ids(tensors["d2t"]):
+            header.notes.append("d2t rises at every entry, as ids do, and no t2d tells: see that it holds offsets")
     check_values(tensors)
     if config.reduced:
         check_vocabulary(tensors["d2t"], tensors["t2d"])
@@ -223,6 +232,9 @@ def _located(source: Path, form: str, config: Config, lm_head: Any, notes: list[
         if shapes.get(name) == whole:
             del shapes[name]
             notes.append(f"{name} is left out: it is the target's")
+    if form == "native" and config.reduced and isinstance(lm_head, bool) and lm_head != (LM_HEAD in shapes):
+        remedy = f"is not what the weights have: {LM_HEAD} is {'missing' if lm_head else 'there'}; mend config.json"
+        raise DsparkError("lm_head_in_file", lm_head, remedy)
     if dspark and config.reduced and LM_HEAD in shapes:
         expected[LM_HEAD] = (config.draft_vocab_size, config.hidden_size)
     if config.reduced and "t2d" not in shapes:
@@ -260,11 +272,27 @@ def _marked(d2t: Tensor, vocabulary: int) -> Tensor:
     return t2d
 
 
+def _like_ids(d2t: Tensor) -> bool:
+    """Whether a map looks like ids in the place of offsets, which stay the same between ids that follow each other."""
+    return len(d2t) >= _LONG_MAP and bool((d2t[1:] > d2t[:-1]).all())
+
+
 def _target_facts(target: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Name and depth of a target by its config.json; its width and vocabulary must be the draft's."""
     values = config_values(ensure_embedded() if target == EMBEDDED else Path(target))
-    text = values.get("text_config", values)
+    text = values if values.get("text_config") is None else values["text_config"]
+    if not isinstance(text, Mapping):
+        raise DsparkError("text_config", text, f"must be an object in the config.json of the target {target}")
     for name in ("hidden_size", "vocab_size"):
         if text.get(name) != fields.get(name):
             raise DsparkError(name, fields.get(name), f"is {text.get(name)!r} in the target {target}: not its draft")
     return {"target_name": target, "num_target_layers": text.get("num_hidden_layers")}
+
+
+def _check_facts(config: Config, facts: Mapping[str, Any], notes: list[str]) -> None:
+    """Raise DsparkError when the given target has another depth than the draft's; note that it has another name."""
+    depth, name = facts.get("num_target_layers"), facts.get("target_name", config.target_name)
+    if depth is not None:
+        config.check_target(None, depth, config.hidden_size, config.vocab_size)
+    if Path(name).name.lower() != Path(config.target_name).name.lower():
+        notes.append(f"the draft says it was made for {config.target_name}; the target given is {name}")
