@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from dspark.checkpoints import zlab
 from dspark.checkpoints.zlab import config_for, export_zlab, over_whole_vocabulary
 from dspark.drafts.dspark import DSparkDraft
 from dspark.drafts.rope import inverse_frequencies
@@ -156,7 +155,7 @@ def test_a_killed_export_leaves_nothing_behind(make_dflash, tmp_path, monkeypatc
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(zlab.os, "fsync", fails)
+        patch.setattr(os, "fsync", fails)
         with pytest.raises(OSError):
             export_zlab(make_dflash(), tmp_path / "dflash")
     assert os.listdir(tmp_path) == []

@@ -79,21 +79,27 @@ def convert(
         _write_gguf(read, out, target, kind or "f16")
     elif isinstance(read.config, Eagle3Config):
         check_eagle3(read.config, form, EAGLE3_FORMS, read.notes)
-        write_checkpoint(out, eagle3_to_json(read.config), read.tensors, files)
+        write_checkpoint(out, eagle3_to_json(read.config), read.tensors, files, replace=False)
     else:
         document, tensors = _in_form(read, read.config, form, target, expanded)
         names = _RENAMED.get(form, {})
-        write_checkpoint(out, document, {names.get(name, name): tensor for name, tensor in tensors.items()}, files)
+        renamed = {names.get(name, name): tensor for name, tensor in tensors.items()}
+        write_checkpoint(out, document, renamed, files, replace=False)
     return read
 
 
 def _check_ends(src: str | Path, form: str, out: str | Path, expanded: bool, kind: str | None) -> tuple[Path, Path]:
     """Where the draft is and where it goes. Raises DsparkError for a goal that does not fit the options."""
-    out = Path(out)
+    try:
+        out = Path(out).resolve()  # where a link leads is where it is written
+    except (ValueError, RuntimeError) as error:
+        raise DsparkError("out", str(out), f"is no path ({error}); give another name") from None
     if form not in FORMS:
         raise DsparkError("to", form, f"must be one of {', '.join(FORMS)}")
     if (form == "gguf") != (out.suffix == GGUF_SUFFIX):
         raise DsparkError("out", str(out), "must end in .gguf for gguf, which is one file, and in nothing like it else")
+    if out == Path.cwd():
+        raise DsparkError("out", str(out), "is where you are; give a name inside it")
     if out.exists() and (not out.is_dir() or any(out.iterdir()) or form == "gguf"):
         raise DsparkError("out", str(out), "exists already; give a new name or an empty folder")
     if kind is not None and form != "gguf":
@@ -158,7 +164,7 @@ def _write_gguf(read: Checkpoint, out: Path, target: str | None, kind: Kind) -> 
         target = str(find_gguf())
     if target is None:
         raise DsparkError("target", None, "give the --target: the GGUF file that llama.cpp serves, for its tokenizer")
-    export_gguf(draft, out, target, kind, read.lm_head)
+    export_gguf(draft, out, target, kind, read.lm_head, replace=False)
 
 
 def _head_rows(config: DraftConfig, d2t: Tensor, target: str | None) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dspark.checkpoints.native import LM_HEAD, config_from_json, config_to_json
+from dspark.checkpoints.staging import staged
 from dspark.checkpoints.taps import check_ascending
 from dspark.checkpoints.zlab import check_whole
 from dspark.drafts.config import DraftConfig
@@ -63,9 +64,14 @@ _WHOLE = {
 
 
 def export_gguf(
-    draft: DSparkDraft, path: str | Path, target: str | Path, kind: Kind = "f16", lm_head: bool = True
+    draft: DSparkDraft,
+    path: str | Path,
+    target: str | Path,
+    kind: Kind = "f16",
+    lm_head: bool = True,
+    replace: bool = True,
 ) -> None:
-    """Write the draft to the file `path`, whole or not at all; an older file there is replaced.
+    """Write the draft to the file `path`, whole or not at all; replace: an older file there, else it must be new.
 
     target: the GGUF file of its target, for the tokenizer. lm_head: whether the draft came with its rows of the head,
     for the way back. One with a reduced vocabulary brings them in any case: its own, those of the target it is bound
@@ -73,7 +79,7 @@ def export_gguf(
     Raises DsparkError for what llama.cpp cannot express, another target's file, a non-finite tensor (also by rounding
     to f16), a draft packed for decoding, or files that cannot be read or written; then nothing is written.
     """
-    path, target = Path(path), Path(target)
+    path, target = Path(path).resolve(), Path(target)
     if kind not in get_args(Kind):
         raise DsparkError("kind", kind, f"must be one of {', '.join(get_args(Kind))}")
     check_ascending(draft.config)
@@ -91,27 +97,37 @@ def export_gguf(
         for key, value in values.items():
             _add(writer, key, value)
         for name, (array, stored) in tensors.items():
-            writer.add_tensor(name, array, raw_dtype=stored)
+            writer.add_tensor(name, array.view(_Written), raw_dtype=stored)
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, fill)
+        _write(path, fill, replace)
     except OSError as error:
         raise DsparkError("path", str(path), f"cannot be written ({error}); nothing was") from None
 
 
-def _write(path: Path, fill: Callable[[Any], None]) -> None:
-    """A file made by `fill` under a temporary name, then renamed. Raises OSError."""
-    staging = path.with_name(f".{path.name}.writing")
-    try:
+class _Written(np.ndarray[Any, Any]):
+    """An array that goes into a file through Python: NumPy's own `tofile` makes a TypeError of Ctrl-C."""
+
+    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
+        fid.write(self.tobytes())
+
+
+def _write(path: Path, fill: Callable[[Any], None], replace: bool) -> None:
+    """A file made by `fill` under a temporary name, then renamed. Raises OSError, also for one not to be replaced."""
+    with staged(path) as staging:
         writer = gguf.GGUFWriter(staging, ARCHITECTURE)
         fill(writer)
         finish(writer)
         with staging.open("rb") as file:
             os.fsync(file.fileno())
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
+        if not replace:
+            path.touch(exist_ok=False)  # of two writers one makes it
+        try:
+            staging.replace(path)
+        except BaseException:
+            if not replace:
+                path.unlink()
+            raise
 
 
 def gguf_header(path: Path) -> tuple[DraftConfig, dict[str, tuple[int, ...]], bool]:

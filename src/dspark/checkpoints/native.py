@@ -23,6 +23,7 @@ from torch import Tensor
 from dspark.checkpoints.eagle3 import ARCHITECTURES as EAGLE3
 from dspark.checkpoints.eagle3 import eagle3_from_json, eagle3_to_json
 from dspark.checkpoints.rope import older_rope_keys, rope_parameters
+from dspark.checkpoints.staging import place_folder, staged
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
 from dspark.drafts.kinds import Config, Draft, new_draft
@@ -126,34 +127,43 @@ def write_checkpoint(
     document: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     files: Mapping[str, str | None] | None = None,
+    replace: bool = True,
 ) -> None:
     """Write config.json and model.safetensors (floats in BF16) to `folder`, as `save_draft` does: all of it or nothing.
 
-    Raises DsparkError on a non-finite tensor.
+    replace: take the place of a folder that is there; else `folder` must be new or empty, also when all is written.
+    Raises DsparkError on a non-finite tensor, a full disk, or a folder that must not be replaced.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     for name, tensor in tensors.items():
         check_finite(name, tensor)
     stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
     for name, tensor in stored.items():
         check_finite(name, tensor)  # BF16 rounds the largest fp32 values to infinity
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}.writing"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    texts = {**(files or {}), CONFIG_FILE: json.dumps(document, indent=2, allow_nan=False) + "\n"}
+    with staged(folder, alone=replace) as staging:
+        staging.mkdir()
+        _fill(staging, folder, stored, texts)
+        if replace:
+            _swap(staging, folder, {name for name, content in texts.items() if content is None})
+        else:
+            place_folder(staging, folder)
+
+
+def _fill(staging: Path, folder: Path, stored: dict[str, Tensor], texts: Mapping[str, str | None]) -> None:
+    """Write the files of `folder` into `staging`, down to the disk. Raises DsparkError when it is full."""
     try:
         save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        text = json.dumps(document, indent=2) + "\n"
-        for name, content in {**(files or {}), CONFIG_FILE: text}.items():
-            if content is not None:
-                (staging / name).write_text(content, encoding="utf-8")
-        shutil.copymode(staging / CONFIG_FILE, staging / WEIGHTS_FILE)  # save_file keeps it from everybody else
-        for path in staging.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        _swap(staging, folder, {name for name, content in (files or {}).items() if content is None})
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    except SafetensorError as error:  # not an OSError, even of a full disk
+        remedy = f"cannot be written ({_line(error)}), and nothing was; check the free space"
+        raise DsparkError("folder", str(folder), remedy) from None
+    for name, content in texts.items():
+        if content is not None:
+            (staging / name).write_text(content, encoding="utf-8")
+    shutil.copymode(staging / CONFIG_FILE, staging / WEIGHTS_FILE)  # save_file keeps it from everybody else
+    for path in staging.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
@@ -178,6 +188,7 @@ def weights_sha256(draft: Draft) -> str:
 
 def _previous(folder: Path) -> Path:
     """Where an overwritten draft rests between the two renames of `_swap`."""
+    folder = folder.resolve()
     return folder.parent / f".{folder.name}.previous"
 
 
@@ -226,7 +237,7 @@ def config_values(folder: Path) -> dict[str, Any]:
         inside = [one for name in ("best", "last") if (one := folder / name).is_dir()]  # a run of `train`
         remedy = f"give a draft in it, {inside[0]}" if inside else "give the folder of a draft checkpoint"
         raise DsparkError("draft", str(folder), f"holds no {CONFIG_FILE}; {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DsparkError(
             CONFIG_FILE, str(path), f"cannot be read ({_line(error)}); copy the checkpoint again"
         ) from None

@@ -15,17 +15,14 @@ What a form cannot say is refused by name. Neither has a draft vocabulary: see `
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.checkpoints.native import write_checkpoint
 from dspark.checkpoints.qwen3 import BACKBONE, backbone_fields, nested, unknown_keys
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.dspark import DSparkDraft
@@ -64,30 +61,12 @@ def export_zlab(draft: DSparkDraft, folder: str | Path, form: Form = "transforme
     Raises DsparkError for what the form cannot express, a non-finite tensor, a draft packed for decoding, or a folder
     that exists and is not empty; then nothing is written.
     """
-    folder = Path(folder)
     values = config_for(draft.config, form)
     tensors = draft.state_dict()
     with torch.device("meta"):
         check_whole(tensors, DSparkDraft(draft.config))
     renamed = RENAMED if form == "transformers" else {}
-    stored = {renamed.get(name, name): _as_stored(name, tensor) for name, tensor in tensors.items()}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DsparkError("folder", str(folder), "exists already; give a new or an empty folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}.writing"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
-        (staging / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for path in staging.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if folder.exists():
-            folder.rmdir()
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    write_checkpoint(folder, values, {renamed.get(name, name): one for name, one in tensors.items()}, replace=False)
 
 
 def config_for(config: DraftConfig, form: Form) -> dict[str, Any]:
@@ -251,11 +230,3 @@ def check_whole(tensors: dict[str, Tensor], fresh: DSparkDraft) -> None:
     expected = {name: tensor.shape for name, tensor in fresh.state_dict().items()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise DsparkError("draft", fresh.config.target_name, "is packed for decoding; load it again to export it")
-
-
-def _as_stored(name: str, tensor: Tensor) -> Tensor:
-    """A contiguous BF16 copy on the CPU. Raises DsparkError when it is not finite."""
-    stored = tensor.detach().to("cpu", torch.bfloat16).clone(memory_format=torch.contiguous_format)
-    if not bool(torch.isfinite(stored).all()):
-        raise DsparkError(name, "NaN or infinity", "must be finite; this draft is broken, use an earlier checkpoint")
-    return stored
