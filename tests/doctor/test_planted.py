@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from safetensors.torch import load_file
 from tests.doctor.conftest import draft_fields, edit, levels, random_draft, retensor, texts
 
 from dspark.checkpoints.convert import convert
+from dspark.checkpoints.native import load_draft, save_draft
 from dspark.decoding import engine as engine_module
 from dspark.decoding.engine import Engine
 from dspark.doctor import memory, positions
 from dspark.doctor.diagnose import Diagnosis
 from dspark.errors import DsparkError
+from dspark.serving.launch.pair import ready_draft
 from dspark.targets.transformers import TransformersTarget
 
 Check = Callable[..., Diagnosis]
@@ -85,7 +88,7 @@ STATIC: dict[str, tuple[Plant, dict[str, Any], str, str]] = {
     "layer id past the end": (lambda f: edit(f, target_layer_ids=[1, 4]), {}, "layer-ids", "broken"),
     "layer ids not ascending": (lambda f: edit(f, target_layer_ids=[2, 1]), {}, "layer-ids", "note"),
     "layer ids not ascending, for an engine": (
-        lambda f: edit(f, target_layer_ids=[2, 1]), {"engine": "sglang"}, "layer-ids", "broken",
+        lambda f: edit(f, target_layer_ids=[2, 1]), {"engine": "sglang"}, "engine-support", "note",
     ),
     "weights in shards": (sharded, {}, "files", "broken"),
     "the target's embedding in the file": (
@@ -188,12 +191,12 @@ RANDOM: dict[str, tuple[dict[str, Any], Plant, dict[str, Any], str, str]] = {
     "rnn head for llama.cpp": (
         {"markov_head_type": "rnn"}, lambda f: None, {"engine": "llamacpp"}, "engine-support", "broken",
     ),
-    "rank 0 for SGLang": (
+    "rank 0, anchor-first, for SGLang": (
         {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
         lambda f: None, {"engine": "sglang"}, "engine-support", "broken",
     ),
     "reduced vocabulary for SGLang": (
-        {"draft_vocab_size": 40}, lambda f: None, {"engine": "sglang"}, "engine-support", "broken",
+        {"draft_vocab_size": 40}, lambda f: None, {"engine": "sglang"}, "engine-support", "note",
     ),
     "window that is not causal for vLLM": (
         {"layer_types": ["full_attention", "sliding_attention"]}
@@ -241,10 +244,26 @@ def test_a_target_without_taps_in_vllm(copied: Path, target_folder: Path, check:
     assert "broken" in levels(found, "engine-support"), texts(found.findings)
 
 
-def test_nested_form_for_sglang(copied: Path, check: Check, tmp_path: Path) -> None:
-    convert(copied, "specforge", tmp_path / "nested")
-    found = check(tmp_path / "nested", engine="sglang")
-    assert "broken" in levels(found, "engine-support"), texts(found.findings)
+def test_what_a_conversion_mends_is_a_note_with_its_command(
+    healthy: Path, copied: Path, target: TransformersTarget, target_folder: Path, check: Check, tmp_path: Path
+) -> None:
+    convert(healthy, "specforge", tmp_path / "nested")
+    random_draft(copied, target, draft_vocab_size=40)
+    save_draft(load_draft(copied), tmp_path / "short", lm_head=False)
+    goals = {
+        ("nested", "sglang"): "--to sglang",
+        ("short", "vllm"): "--to vllm",
+        ("short", "sglang"): "--to sglang",
+        ("short", "llamacpp"): "--to gguf --target TARGET.gguf",
+    }
+    for (name, engine), words in goals.items():
+        found = check(tmp_path / name, engine=engine)
+        said = [one.text for one in found.findings if one.check == "engine-support" and "not in a form" in one.text]
+        assert found.code == 0 and len(said) == 1, texts(found.findings)
+        assert words in said[0] and f"dspark convert {tmp_path / name} OUT" in said[0]
+        if engine != "llamacpp":  # and launch does the very same
+            ready = ready_draft(engine, str(target_folder), str(tmp_path / name), tmp_path / "made")
+            assert shlex.join(ready.command).replace(str(tmp_path / "made"), "OUT") in said[0]
 
 
 def test_target_of_another_name(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,11 @@ def test_serving_comes_from_the_launch_builder(make_config) -> None:
     vllm, sglang = serving_sections(reduced, False, None)
     assert "dspark convert FOLDER for-vllm --to vllm --target TARGET" in vllm
     assert "--to sglang --target TARGET --expand" in sglang
+    gated = make_config(**whole, layer_types=("full_attention",) * 2, markov_head_type="gated")
+    vllm, sglang = serving_sections(gated, False, "me/mine")
+    assert "cannot serve this draft: markov_head_type" in vllm and "vllm serve" not in vllm
+    assert "cannot serve" not in sglang and "sglang serve" in sglang
+    assert "dspark convert me/mine for-vllm" in serving_sections(reduced, False, "me/mine")[0]
 
 
 def test_published_flags_are_in_the_card_of_a_draft_for_that_target(make_config) -> None:

@@ -12,7 +12,7 @@ from dspark.doctor.draft import DraftFacts
 from dspark.doctor.findings import Level
 from dspark.drafts.config import DraftConfig
 
-ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23", "llamacpp": "11434"}
+ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23", "llamacpp": "11549"}
 """Engine -> the release that this table was read from; llama.cpp counts builds."""
 
 

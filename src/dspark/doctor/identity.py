@@ -47,7 +47,7 @@ def _is_place(name: str) -> bool:
     return Path(name).is_dir() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-def check_layer_ids(config: Config, target: TargetFacts, engine: str | None) -> Finding:
+def check_layer_ids(config: Config, target: TargetFacts) -> Finding:
     """layer-ids: inside the target (read so already), in order, and not all one off from what others tap."""
     taps, depth = list(config.target_layer_ids), target.depth or config.num_target_layers
     shown = f"taps {taps} of layers 0..{depth - 1}"
@@ -56,7 +56,7 @@ def check_layer_ids(config: Config, target: TargetFacts, engine: str | None) -> 
         return Finding("layer-ids", "broken", f"{shown}: {outside[0]} is no layer of the target")
     if taps != sorted(taps):
         text = f"{shown}: not ascending, and engines hand them over in ascending order; dspark convert sorts them"
-        return Finding("layer-ids", "note" if engine is None else "broken", text)
+        return Finding("layer-ids", "note", text)
     shift, source = _shifted(taps, config, target)
     if shift:
         moved = [tap - shift for tap in taps]

@@ -58,7 +58,7 @@ def _checks(
     assert config is not None
     yield from check_shape(config, target)
     yield check_name(config, target)
-    yield check_layer_ids(config, target, engine)
+    yield check_layer_ids(config, target)
     yield check_layout(draft, config)
     yield check_block(config, n)
     yield check_mask(config, target)

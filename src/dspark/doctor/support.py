@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from dspark.checkpoints.convert import EAGLE3_FORMS
-from dspark.checkpoints.engines import check_eagle3, check_sglang, check_vllm
 from dspark.checkpoints.gguf import metadata
 from dspark.checkpoints.native import LM_HEAD, WEIGHTS_FILE, check_names, read_config
-from dspark.checkpoints.speculators import speculators_to_json
+from dspark.checkpoints.served_form import as_it_is, convert_words, form_for
 from dspark.checkpoints.tensors import tensor_shapes
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.engine_faults import ENGINES, FAULTS, VLLM_WITHOUT_TAPS
 from dspark.doctor.facts import TargetFacts
 from dspark.doctor.findings import Finding
-from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import new_draft
 from dspark.errors import DsparkError
 
 SUPPORT, FAULT = "engine-support", "engine-fault"
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 
 
 def engine_version(engine: str) -> tuple[str, Version]:
@@ -80,40 +80,28 @@ def _refuse(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[str
     """Raise DsparkError naming what the engine cannot serve; add what it ignores to `notes`."""
     if engine == "vllm" and target.architecture in VLLM_WITHOUT_TAPS:
         raise DsparkError("target", target.architecture, "its class has no hidden states for a draft in vLLM 0.32")
-    if isinstance(draft.config, Eagle3Config):
-        if engine == "llamacpp":
-            raise DsparkError("draft", "eagle3", "only DSpark and DFlash drafts are written for llama.cpp here")
-        check_eagle3(draft.config, engine, EAGLE3_FORMS, notes)
-        return
-    assert isinstance(draft.config, DraftConfig)
     if engine == "llamacpp":
+        if isinstance(draft.config, Eagle3Config):
+            raise DsparkError("draft", "eagle3", "only DSpark and DFlash drafts are written for llama.cpp here")
+        assert draft.config is not None
         metadata(draft.config)
-        if draft.form != "gguf":
-            notes.append("wants a .gguf file: dspark convert DRAFT draft.gguf --to gguf --target TARGET.gguf")
+        if draft.form not in ("gguf", "recipe"):
+            words = shlex.join(("dspark", "convert", draft.name, "OUT.gguf", "--to", "gguf"))
+            notes.append(
+                f"not in a form that {NAMES[engine]} reads: {words} --target TARGET.gguf, as dspark launch does"
+            )
         return
-    if draft.form == "k3_dspark" and engine == "vllm":
-        return
-    if draft.config.attention == "mla":
-        raise DsparkError(
-            "attention", "mla", "only vLLM serves such a draft, in the form of dspark convert --to k3_dspark"
-        )
-    if draft.form in ("gguf", "specforge"):
-        raise DsparkError("draft", draft.form, f"{engine} does not load this form; dspark convert --to {engine} does")
-    if draft.form == "z-lab":
-        return  # plain DFlash, which both load as such
-    if engine == "vllm":
-        _refuse_vllm(draft, draft.config, notes)
-    elif draft.form == "speculators":
-        raise DsparkError("draft", "speculators", "sglang does not load this form; dspark convert --to sglang does")
-    else:
-        check_sglang(draft.config, notes)
+    _note_form(draft, target, engine, notes)
 
 
-def _refuse_vllm(draft: DraftFacts, config: DraftConfig, notes: list[str]) -> None:
-    if draft.form == "speculators":
-        speculators_to_json(config, False)
-    else:
-        check_vllm(config, notes)
-    if config.reduced and draft.tensors is not None and "lm_head.weight" not in draft.tensors:
-        remedy = "is not in the file, and vLLM needs it with a reduced vocabulary; dspark convert --to vllm adds it"
-        raise DsparkError("lm_head.weight", None, remedy)
+def _note_form(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[str]) -> None:
+    """Note what an engine ignores of a draft, and the conversion that its files need first, as `dspark launch` makes
+    it. Raises DsparkError for what no form of it expresses."""
+    assert draft.config is not None
+    form, expanded = form_for(engine, draft.config, notes)
+    held = LM_HEAD in (draft.tensors or {})
+    if draft.form == "recipe" or as_it_is(engine, draft.config, draft.form, held):
+        return
+    place = target.name if Path(target.name).is_dir() else None
+    words = shlex.join(convert_words(draft.name, "OUT", form, expanded, place))
+    notes.append(f"not in a form that {NAMES[engine]} reads: {words}, as dspark launch does")

@@ -14,6 +14,8 @@ from dspark.doctor.findings import Finding
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.kinds import Config
 
+_PADDED = 1.1
+"""How many times the tokenizer's ids an embedding has at most where its further rows only pad."""
 _LONG_MAP = 16
 """Entries from which a map without two neighbouring ids is no accident."""
 
@@ -56,7 +58,7 @@ def check_vocabulary(draft: DraftFacts, config: Config, target: TargetFacts) -> 
         return Finding("vocabulary", "skipped", f"{mine} rows in the draft's config; {target.missing}")
     if mine != theirs:
         why = "another tokenizer"
-        if words is not None and min(mine, theirs) >= words:
+        if words is not None and min(mine, theirs) >= words and max(mine, theirs) <= _PADDED * words:
             why = f"the tokenizer has {words} and the padding differs: pad the draft's rows as the target's"
         return Finding("vocabulary", "broken", f"{mine} rows in the draft's config, {theirs} in the target: {why}")
     if not config.reduced:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dspark.checkpoints.served_form import as_it_is, convert_words, form_for
 from dspark.drafts.config import DraftConfig
 from dspark.errors import DsparkError
 from dspark.publishing.words import hub_name
 from dspark.serving.launch.command import Wish, compose
 from dspark.serving.launch.engines import Engine, engine
 from dspark.serving.launch.notes import notes
-from dspark.serving.launch.pair import form_for, in_order
 from dspark.targets.embedded import EMBEDDED
 from dspark.training.recipe import load_recipe, recipe_names
 
@@ -27,24 +27,19 @@ def _section(one: Engine, config: DraftConfig, lm_head: bool, repo: str | None) 
     target, draft = (None if own else hub_name(config.target_name)) or "TARGET", repo or "FOLDER"
     try:
         form, expanded = form_for(one.key, config)
-        there = form == one.key and not expanded and in_order(config)
-        there = there and (lm_head or not config.reduced or one.key != "vllm")
+        there = as_it_is(one.key, config, "native", lm_head)
         served = draft if there else f"for-{one.key}"
         command = compose(one, Wish(target, served), config, _published(one.key, config.target_name))
     except DsparkError as error:
         return f"{title}\n\n{one.name} {one.version} cannot serve this draft: {error}."
     lines = [command.text()]
     if not there:
-        lines.insert(0, f"dspark convert FOLDER for-{one.key} --to {form} --target TARGET{_expand(expanded)}")
+        lines.insert(0, " ".join(convert_words(draft, served, form, expanded, "TARGET")))
     text = "\n".join(lines)
     words = [f"{place}: {said}." for place, said in PLACES.items() if place in text]
     version = " ".join([f"By `dspark launch`; flags as {one.name} {one.version} has them.", *words])
     bullets = "\n".join(f"- {note}" for note in notes(one, command, config))
     return "\n\n".join([title, f"```bash\n{text}\n```", version, bullets])
-
-
-def _expand(expanded: bool) -> str:
-    return " --expand" if expanded else ""
 
 
 def _published(key: str, target: str) -> dict[str, object] | None:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from dspark import __version__
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
-from dspark.checkpoints.convert import EAGLE3_FORMS, convert, document_for
-from dspark.checkpoints.engines import check_eagle3
+from dspark.checkpoints.convert import convert
 from dspark.checkpoints.gguf import CONFIG_KEY
 from dspark.checkpoints.native import CONFIG_FILE
 from dspark.checkpoints.read import GGUF_SUFFIX, Header, read_header
+from dspark.checkpoints.served_form import as_it_is, convert_words, form_for
 from dspark.checkpoints.tensors import INDEX_FILE
-from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import Config
 from dspark.errors import DsparkError
@@ -61,7 +60,7 @@ def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -
         return _as_gguf(draft, folder, target, out)
     read = read_header(folder, target if Path(target).is_dir() else None)
     form, expanded = form_for(engine, read.config)
-    if _as_it_is(engine, read, form, expanded):
+    if as_it_is(engine, read.config, read.form, read.lm_head):
         return Ready(str(folder), read.config)
     place = out or _cached(folder, form, target)
     if out is None and (place / CONFIG_FILE).is_file():
@@ -80,52 +79,10 @@ def known_recipe(draft: str) -> Recipe | None:
     return None
 
 
-def form_for(engine: str, config: Config) -> tuple[str, bool]:
-    """The form that an engine serves this draft from, and whether its vocabulary has to be expanded for it.
-
-    Raises DsparkError for what that form, and so the engine, cannot express.
-    """
-    if isinstance(config, Eagle3Config):
-        check_eagle3(config, engine, EAGLE3_FORMS, [])
-        return engine, False
-    form, expanded = _form(engine, config)
-    written = config.model_copy(update={"draft_vocab_size": config.vocab_size}) if expanded else config
-    document_for(written, form, written.reduced, Header(Path(), form, written, {}, written.reduced, []))
-    return form, expanded
-
-
-def _form(engine: str, config: DraftConfig) -> tuple[str, bool]:
-    if config.markov_rank == 0:  # plain DFlash; z-lab's form has the whole vocabulary only
-        return ("speculators", False) if engine == "vllm" and config.reduced else ("z-lab", False)
-    if engine == "vllm":
-        return ("k3_dspark" if config.attention == "mla" else "vllm"), False
-    return "sglang", config.reduced
-
-
-def _as_it_is(engine: str, read: Header, form: str, expanded: bool) -> bool:
-    """Whether the engine loads the folder without a conversion."""
-    if not in_order(read.config):
-        return False
-    if read.form == "eagle3":
-        return True
-    if engine == "vllm" and read.config.reduced and not read.lm_head:
-        return False  # it needs the head's rows in the file
-    if engine == "vllm" and read.form == "speculators":
-        return True
-    return not expanded and read.form == ("native" if form == engine else form)
-
-
-def in_order(config: Config) -> bool:
-    """Whether the taps ascend, as engines hand them over, whatever the order of fc's columns."""
-    return list(config.target_layer_ids) == sorted(config.target_layer_ids)
-
-
 def _as_form(draft: str, target: str, read: Header, form: str, expanded: bool, place: Path) -> Ready:
     source = target if Path(target).is_dir() else None
-    words = ["dspark", "convert", draft, str(place), "--to", form]
-    words += ["--target", source] if source else []
-    words += ["--expand"] if expanded else []
-    return Ready(str(place), read.config, lambda: convert(draft, form, place, source, expanded), tuple(words))
+    words = convert_words(draft, str(place), form, expanded, source)
+    return Ready(str(place), read.config, lambda: convert(draft, form, place, source, expanded), words)
 
 
 def _as_gguf(draft: str, folder: Path, target: str, out: Path | None) -> Ready:
