@@ -180,7 +180,7 @@ RANDOM: dict[str, tuple[dict[str, Any], Plant, dict[str, Any], str, str]] = {
         {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("t2d")), {}, "files", "broken",
     ),
     "head's rows stated, not there": (
-        {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("lm_head.weight")), {}, "files", "broken",
+        {"draft_vocab_size": 40}, lambda f: retensor(f, lambda t: t.pop("lm_head.weight")), {}, "config", "broken",
     ),
     "vocabulary padded otherwise": (
         {"vocab_size": 104, "draft_vocab_size": 104}, lambda f: None, {}, "vocabulary", "broken",

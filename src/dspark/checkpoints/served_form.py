@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dspark.checkpoints.convert import EAGLE3_FORMS, document_for
 from dspark.checkpoints.engines import check_eagle3
@@ -23,7 +24,8 @@ def form_for(engine: str, config: Config, notes: list[str] | None = None) -> tup
         check_eagle3(config, engine, EAGLE3_FORMS, notes)
         return engine, False
     form, expanded = _form(engine, config)
-    written = config.model_copy(update={"draft_vocab_size": config.vocab_size}) if expanded else config
+    changes: dict[str, Any] = {"target_layer_ids": tuple(sorted(config.target_layer_ids))}  # as `convert` writes them
+    written = config.model_copy(update={**changes, "draft_vocab_size": config.vocab_size} if expanded else changes)
     document_for(written, form, written.reduced, Header(Path(), form, written, {}, written.reduced, notes))
     return form, expanded
 
