@@ -100,8 +100,9 @@ def _note_form(draft: DraftFacts, target: TargetFacts, engine: str, notes: list[
     assert draft.config is not None
     form, expanded = form_for(engine, draft.config, notes)
     held = LM_HEAD in (draft.tensors or {})
-    if draft.form == "recipe" or as_it_is(engine, draft.config, draft.form, held):
+    recipe = draft.form == "recipe"  # has no files; what is published with it is for one engine
+    if not expanded if recipe else as_it_is(engine, draft.config, draft.form, held):
         return
     place = target.name if Path(target.name).is_dir() else None
-    words = shlex.join(convert_words(draft.name, "OUT", form, expanded, place))
+    words = shlex.join(convert_words("DRAFT" if recipe else draft.name, "OUT", form, expanded, place))
     notes.append(f"not in a form that {NAMES[engine]} reads: {words}, as dspark launch does")

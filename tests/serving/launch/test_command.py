@@ -268,7 +268,12 @@ def test_notes_follow_the_command():
         assert words in text
     command, config = published("kimi-k2.6", "vllm")
     text = "\n".join(notes(engine("vllm"), command, config))
-    for words in ("fuse_allreduce_rms is off", "fast_build", "num_speculative_tokens is always given", "--adaptive"):
+    for words in (
+        "fuse_allreduce_rms is off",
+        "FlashAttention 3",
+        "num_speculative_tokens is always given",
+        "--adaptive",
+    ):
         assert words in text
     assert "fuse_allreduce_rms" not in "\n".join(notes(engine("vllm"), built("vllm"), draft_config()))
     text = "\n".join(notes(engine("sglang"), built("sglang", adaptive=True), draft_config()))

@@ -54,6 +54,13 @@ def test_published_pairs_by_recipe_and_by_name(run):
     assert run("launch", "vllm", *names, "--dry-run")[1] == out
 
 
+def test_a_recipe_without_a_command_for_the_engine_says_so(run):
+    for engine, said in (("vllm", True), ("sglang", False)):
+        code, _, err = run("launch", engine, "kimi-k3", "--dry-run")
+        assert code == 0 and ("kimi-k3 has no published command for" in err) == said, err
+        assert "num_speculative_tokens is always given" not in err  # an anchor-first draft
+
+
 def test_a_draft_in_the_form_is_given_as_it_is(run, pair):
     for engine, flag in (("vllm", "--speculative-config"), ("sglang", "--speculative-draft-model-path")):
         code, out, err = run("launch", engine, *pair, "--context", 200, "--dry-run")
@@ -68,7 +75,7 @@ def test_another_form_is_converted_once_and_the_dry_run_says_how(run, tiny_llama
     base = ["launch", "vllm", "--target", tiny_llama_folder, "--draft", draft, "--out", tmp_path / "made"]
     code, out, err = run(*base, "--dry-run")
     assert code == 0 and not (tmp_path / "made").exists(), err
-    first, second = out.split("\n", 1)
+    first, second = out.split(" &&\n", 1)
     made = str(tmp_path / "made")
     assert shlex.split(first) == [
         "dspark",
@@ -128,7 +135,7 @@ def test_what_the_doctor_finds_broken_is_refused(run, tiny_llama_folder, tmp_pat
     assert code == 2 and out == ""
     assert [line for line in err.splitlines() if line.startswith("error: ") and "num_target_layers" in line], err
     code, out, err = run("launch", "sglang", "kimi-k2.6", "--dry-run")
-    assert code == 2 and out == "" and "error: doctor, engine-support: sglang" in err
+    assert code == 2 and out == "" and "dspark convert novita/kimi-k2.6-dspark OUT --to sglang --expand" in err
 
 
 @pytest.mark.parametrize(
@@ -140,6 +147,9 @@ def test_what_the_doctor_finds_broken_is_refused(run, tiny_llama_folder, tmp_pat
         (["vllm", "smollm2-135m"], "draft = None: recipe smollm2-135m names no published draft"),
         (["vllm", "nothing"], "recipe = 'nothing': no such file"),
         (["vllm", "--target", "a/b", "--draft", "./nowhere"], "is not on this disk"),
+        (["llamacpp", "kimi-k3"], "give --target FILE.gguf"),
+        (["vllm", "--target", "./nowhere", "--draft", "embedded"], "target = './nowhere': is not on this disk"),
+        (["llamacpp", "--target", "nowhere.gguf", "--draft", "embedded"], "'nowhere.gguf': is not on this disk"),
         (["llamacpp", "--target", "a/b", "--draft", "embedded"], "must be a .gguf file for llama.cpp"),
         (["vllm", "kimi-k2.6", "-n", "8"], "n = 8: must be 1..7"),
         (["vllm", "kimi-k2.6", "--tp", "0"], "tp = 0: must be at least 1"),
@@ -168,7 +178,7 @@ def test_llamacpp_gets_a_gguf_of_the_shipped_draft(embedded_path, run, tmp_path,
     base = ["launch", "llamacpp", "--target", "embedded", "--draft", "embedded", "--out", out]
     code, printed, err = run(*base, "--dry-run")
     assert code == 0 and not out.exists(), err
-    by_hand, command = printed.split("\n", 1)
+    by_hand, command = printed.split(" &&\n", 1)
     assert shlex.split(by_hand)[:2] == ["dspark", "convert"]
     words = command_of(command)
     assert words[words.index("--model-draft") + 1] == str(out)
@@ -249,7 +259,7 @@ def test_plain_dflash_is_converted_to_its_own_form(run, tiny_llama_folder, tmp_p
     draft = make_draft(tmp_path / "plain", tiny_llama_folder, **plain, **DFLASH)
     code, out, err = run("launch", engine, "--target", tiny_llama_folder, "--draft", draft, "--dry-run")
     assert code == 0, err
-    by_hand, command = out.split("\n", 1)
+    by_hand, command = out.split(" &&\n", 1)
     assert "--to z-lab" in by_hand
     words = command_of(command)
     assert "dflash" in words[words.index(flag) + 1].lower()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT
+from dspark.checkpoints.read import GGUF_SUFFIX
 from dspark.doctor.draft import read_draft
 from dspark.doctor.facts import TargetFacts, target_facts
 from dspark.doctor.findings import Finding
@@ -60,16 +61,17 @@ def launch_command(
     target, draft = _pair(published, recipe, target, draft)
     wanted = parse_flags(flag or [])
     target = EMBEDDED if target == EMBEDDED_DRAFT else target
+    if name == "llamacpp" and recipe is not None and Path(target).suffix != GGUF_SUFFIX and target != EMBEDDED:
+        raise DsparkError("target", target, "llama.cpp needs the target as a file: give --target FILE.gguf")
     there = ready_target(name, target)
     prepared = ready_draft(name, there, draft, out)
     wish = Wish(there, prepared.path, n, tp, context, host, port, adaptive, wanted)
     command = compose(chosen, wish, prepared.config, _flags(published, name))
-    _say(notes(chosen, command, prepared.config))
+    _say([*_unpublished(chosen, published), *notes(chosen, command, prepared.config)])
     _doctor(chosen, target, draft, prepared, context_of(chosen, command.flags))
     if dry_run:
-        if prepared.convert is not None:
-            typer.echo(shlex.join(prepared.command))
-        typer.echo(command.text())
+        first = f"{shlex.join(prepared.command)} &&\n" if prepared.convert is not None else ""
+        typer.echo(first + command.text())
         return
     _run(chosen, command, prepared)
 
@@ -98,6 +100,14 @@ def _flags(published: Recipe | None, name: str) -> dict[str, Any] | None:
     return getattr(published.serve, name, None) if published is not None and published.serve is not None else None
 
 
+def _unpublished(chosen: Engine, published: Recipe | None) -> list[str]:
+    """A note where a recipe has commands, but none for this engine."""
+    if published is None or published.serve is None or _flags(published, chosen.key):
+        return []
+    known = f"the recipe {published.name} has no published command for {chosen.name}"
+    return [f"{known}; this one has only what the pair needs"]
+
+
 def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: int | None) -> None:
     """Print what the static checks note, and refuse (exit code 2) what they find broken.
 
@@ -107,6 +117,8 @@ def _doctor(chosen: Engine, target: str, draft: str, prepared: Ready, context: i
     if prepared.config is None:
         return
     facts = _facts_for_gguf(prepared.config.target_name) if chosen.key == "llamacpp" else target_facts(target)
+    if chosen.key != "llamacpp" and facts.depth is None and facts.width is None and facts.vocabulary is None:
+        _say(["the target's config could not be read: depth, width and vocabulary were not compared"])
     pending = prepared.convert is not None
     known = known_recipe(draft)
     checked = known.name if known is not None else draft if pending else prepared.path

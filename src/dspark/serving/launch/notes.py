@@ -44,19 +44,18 @@ def _context(engine: Engine, command: Command, config: Config | None) -> Iterato
 def _vllm(command: Command, config: Config | None) -> Iterator[str]:
     flags = command.flags
     speculation = flags.get("speculative-config", {})
-    yield (
-        "num_speculative_tokens is always given: without it vLLM takes the file's block_size, which in a bonus-anchor "
-        "file is one more than the draft predicts"
-    )
+    if isinstance(config, DraftConfig) and not config.sample_from_anchor:
+        yield (
+            "num_speculative_tokens is always given: without it vLLM takes the file's block_size, in this bonus-anchor "
+            "file one more than the draft predicts"
+        )
     if (number("tp", flags.get(PARALLEL["vllm"])) or 1) > 1:
         yield (
             "fuse_allreduce_rms is off: vLLM turns it on where TP > 1 on Hopper and Blackwell, and capturing CUDA "
             "graphs can then end in FlashInfer's all-reduce workspace size error"
         )
     yield (
-        "on Hopper (FlashAttention 3) attention is scheduled ahead of time, for the draft too: nightly builds needed "
-        "fast_build for it, which 0.32.0 does not pass here; should it fail, another attention_backend in "
-        "--speculative-config, or VLLM_BATCH_INVARIANT=1, goes without"
+        "should the draft fail in FlashAttention 3 on Hopper, choose another attention_backend in --speculative-config"
     )
     if not speculation.get("enable_adaptive_verification") and _has_confidence(config):
         yield (

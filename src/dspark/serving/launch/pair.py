@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,21 @@ class Ready:
 def ready_target(engine: str, target: str) -> str:
     """The target as the engine takes it: hub name or folder; for llama.cpp a .gguf file. Raises DsparkError."""
     if engine != "llamacpp":
-        return str(ensure_embedded()) if target == EMBEDDED else target
+        return str(ensure_embedded()) if target == EMBEDDED else _there("target", target)
     path = find_gguf() if target == EMBEDDED else Path(target)
-    if path.suffix != ".gguf" or not path.is_file():
+    if path.suffix == GGUF_SUFFIX:
+        _there("target", str(path))
+    if path.suffix != GGUF_SUFFIX or not path.is_file():
         raise DsparkError("target", target, "must be a .gguf file for llama.cpp")
     return str(path)
+
+
+def _there(field: str, place: str) -> str:
+    """`place`, which is no hub name when it looks like a path. Raises DsparkError for a path where nothing is."""
+    is_path = place.startswith((".", "/", "~")) or Path(place).suffix == GGUF_SUFFIX
+    if is_path and not Path(place).exists():
+        raise DsparkError(field, place, "is not on this disk")
+    return place
 
 
 def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -> Ready:
@@ -55,6 +66,7 @@ def ready_draft(engine: str, target: str, draft: str, out: Path | None = None) -
     if folder.suffix == GGUF_SUFFIX and folder.is_file():
         return _gguf_file(engine, draft)
     if not folder.is_dir():
+        _there("draft", draft)
         return _elsewhere(engine, draft)
     if engine == "llamacpp":
         return _as_gguf(draft, folder, target, out)
@@ -114,7 +126,14 @@ def _elsewhere(engine: str, draft: str) -> Ready:
         remedy = "is not on this disk; give a folder, `embedded`, or, for vLLM and SGLang, a hub name (OWNER/NAME)"
         raise DsparkError("draft", draft, remedy)
     recipe = known_recipe(draft)
-    return Ready(draft, None if recipe is None else recipe.draft_config())
+    if recipe is None:
+        return Ready(draft, None)
+    config = recipe.draft_config()
+    form, expanded = form_for(engine, config)
+    if expanded:
+        words = shlex.join(convert_words(draft, "OUT", form, expanded, None))
+        raise DsparkError("draft", draft, f"has to be converted for {engine}: {words}, then --draft OUT")
+    return Ready(draft, config)
 
 
 def _new(place: Path) -> Path:
