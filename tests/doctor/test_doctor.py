@@ -159,7 +159,7 @@ def test_costs_from_a_cost_profile(tmp_path: Path) -> None:
     found = read_costs(tmp_path / "cost.json", "dspark", 7)
     assert found.plain == pytest.approx(0.011) and found.rounds == {3: pytest.approx(0.016)}
     (tmp_path / "cost.json").write_text('{"engine": "dspark", "plain": -1}')
-    with pytest.raises(DsparkError, match="measure it again"):
+    with pytest.raises(DsparkError, match="mend it, or measure it again"):
         read_costs(tmp_path / "cost.json", "dspark", 7)
 
 
@@ -237,6 +237,8 @@ def test_the_command_alone_tells_the_machine(run: Callable[..., tuple[int, str, 
     assert json.loads(run("doctor", "--json")[1])["torch"]
     code, _, err = run("doctor", "--target", target_folder)
     assert code == 2 and "draft = None" in err
+    code, _, err = run("doctor", "--engine", "vllm")
+    assert code == 2 and "draft = None" in err and "beside --engine" in err
 
 
 @pytest.mark.slow

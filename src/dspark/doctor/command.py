@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark.doctor.diagnose import STEPS, Settings, diagnose, save_costs
+from dspark.doctor.facts import target_name
 from dspark.doctor.report import show
 from dspark.errors import DsparkError
 from dspark.kernels.library import explain
@@ -46,13 +48,25 @@ def doctor_command(
 
     Exit code 0: good. 1: works but will lose. 2: broken.
     """
+    if draft is None and engine is not None:
+        raise DsparkError("draft", None, "is needed beside --engine: a draft folder, or `embedded`")
     if target is None and draft is None:
         _machine(as_json)
         return
     if draft is None:
         raise DsparkError("draft", None, "is needed beside the target: a draft folder, or `embedded`")
     settings = Settings(
-        target or EMBEDDED, draft, engine, context, n, static, tokens, prompts, profile, engine_python, engine_target
+        target_name(target or EMBEDDED),
+        draft,
+        engine,
+        context,
+        n,
+        static,
+        tokens,
+        prompts,
+        profile,
+        engine_python,
+        engine_target,
     )
     with _progress(static) as say:
         found = diagnose(settings, say)
@@ -76,9 +90,12 @@ def _machine(as_json: bool) -> None:
 
 @contextmanager
 def _progress(static: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr of the steps that are run."""
+    """A bar on stderr of the steps that are run; one line a step where stderr is no terminal."""
     if static:
         yield lambda step: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda step: typer.echo(step, err=True)
         return
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -61,7 +61,9 @@ def read_costs(path: str | Path, engine: str, gamma: int) -> EngineCosts:
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DsparkError("profile", str(path), f"cannot be read ({error}); measure it again") from None
+        raise DsparkError(
+            "profile", str(path), f"cannot be read ({error}); give JSON as docs/doctor.md has it, or measure it again"
+        ) from None
     if isinstance(values, dict) and "engine" not in values:
         costs = _from_profile(CostProfile.load(path), str(path))
     else:
@@ -70,7 +72,7 @@ def read_costs(path: str | Path, engine: str, gamma: int) -> EngineCosts:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise DsparkError("profile", str(path), f"{field}: {first['msg']}; measure it again") from None
+            raise DsparkError("profile", str(path), f"{field}: {first['msg']}; mend it, or measure it again") from None
     if costs.engine != engine:
         raise DsparkError("profile", str(path), f"is of the engine {costs.engine}, and {engine} is asked about")
     if not any(1 <= n <= gamma for n in costs.rounds):
