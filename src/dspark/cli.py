@@ -326,7 +326,9 @@ def replay_command(
         console.print(str(overlap), style="bold red" if overlap.warning else None, markup=False, soft_wrap=True)
 
 
-@app.command("inspect", epilog=example("dspark inspect kimi-k3", "dspark inspect runs/mine/best"))
+@app.command(
+    "inspect", epilog=example("dspark inspect kimi-k3", "dspark inspect runs/mine/best", "dspark inspect draft.gguf")
+)
 def inspect_command(
     draft: Annotated[str, typer.Argument(help="Recipe name or path, draft of any form, or `embedded`.")],
     state: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that the file lacks; repeatable.")] = None,
@@ -406,15 +408,42 @@ app.command(
     epilog=example(
         "dspark convert embedded --to speculators runs/for-vllm",
         "dspark convert embedded --to gguf draft.gguf --type f16",
+        "dspark convert embedded --to sglang runs/for-sglang --expand",
+        "dspark convert draft.gguf --to native runs/back",
     ),
 )(convert_command)
-app.command("doctor", epilog=example("dspark doctor", "dspark doctor --target embedded --draft embedded"))(
-    doctor_command
-)
+app.command(
+    "doctor",
+    epilog=example(
+        "dspark doctor",
+        "dspark doctor --target embedded --draft embedded",
+        "dspark doctor --draft runs/mine/best --engine vllm --profile vllm.json",
+        "dspark doctor --draft embedded --engine llamacpp --engine-python VENV/bin/python",
+    ),
+)(doctor_command)
 app.command("serve", epilog=example("dspark serve --port 8000 --memory 2GiB"))(serve_command)
-app.command("card", epilog=example("dspark card runs/mine/best --report runs/ab/report.json"))(card_command)
-app.command("publish", epilog=example("dspark publish runs/mine/best --repo me/my-draft --dry-run"))(publish_command)
-app.command("launch", epilog=example("dspark launch vllm kimi-k2.7-code --dry-run"))(launch_command)
+app.command(
+    "card",
+    epilog=example(
+        "dspark card runs/mine/best --report runs/ab/report.json --license mit --repo me/my-draft",
+        "dspark card runs/rows.jsonl --sample 3",
+    ),
+)(card_command)
+app.command(
+    "publish",
+    epilog=example(
+        "dspark publish runs/mine/best --repo me/my-draft", "dspark publish runs/mine/best --repo me/my-draft --push"
+    ),
+)(publish_command)
+app.command(
+    "launch",
+    epilog=example(
+        "dspark launch vllm kimi-k2.7-code --dry-run",
+        "dspark launch sglang --target org/model --draft runs/mine/best --tp 8",
+        "dspark launch llamacpp --target model.gguf --draft runs/mine/best --context 8192",
+        """dspark launch vllm kimi-k2.6 --flag speculative-config='{"attention_backend": "TRITON_ATTN"}'""",
+    ),
+)(launch_command)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

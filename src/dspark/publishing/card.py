@@ -19,7 +19,7 @@ from dspark.drafts.config import DraftConfig
 from dspark.drafts.inspect import parameter_counts
 from dspark.errors import DsparkError
 from dspark.publishing.evaluation import evaluation, measured_limits, report_of
-from dspark.publishing.serving import serving_sections
+from dspark.publishing.serving import serves, serving_sections
 from dspark.publishing.training_details import training_details
 from dspark.publishing.words import Json, hub_name, said, table
 from dspark.targets.embedded import EMBEDDED
@@ -125,7 +125,11 @@ def _front_matter(config: DraftConfig, licence: str | None) -> str:
         "library_name": "dspark",
         "pipeline_tag": "text-generation",
         **({"base_model": base} if base else {}),
-        "tags": ["speculative-decoding", _kind(config).lower(), "vllm", "sglang"],
+        "tags": [
+            "speculative-decoding",
+            _kind(config).lower(),
+            *(key for key in ("vllm", "sglang") if serves(key, config)),
+        ],
         "inference": False,
     }
     title = f"# {_kind(config)} draft for {said(config.target_name)}"

@@ -21,6 +21,15 @@ def serving_sections(config: DraftConfig, lm_head: bool, repo: str | None) -> li
     return [_section(engine(key), config, lm_head, repo) for key in ("vllm", "sglang")]
 
 
+def serves(key: str, config: DraftConfig) -> bool:
+    """Whether some form of this draft is served by the engine."""
+    try:
+        form_for(key, config)
+    except DsparkError:
+        return False
+    return True
+
+
 def _section(one: Engine, config: DraftConfig, lm_head: bool, repo: str | None) -> str:
     title = f"## Serving with {one.name}"
     own = config.target_name == EMBEDDED  # a copy in 4 bits, of which the hub has the original
