@@ -462,6 +462,8 @@ def main() -> None:
         app()
     except DsparkError as error:
         _refuse(error)
+    except RecursionError:
+        _refuse(DsparkError("input", "a file or option", "is nested too deeply"))
     except OSError as error:
         _refuse(DsparkError("file", error.filename, f"{error.strerror or error}; check the path and the free space"))
 

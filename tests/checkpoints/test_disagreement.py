@@ -104,3 +104,16 @@ def test_ids_in_the_place_of_offsets_are_noted_where_no_t2d_tells(make_config, t
         change_tensors(tmp_path / "draft", lambda tensors: tensors.pop("t2d"))
         notes = read_checkpoint(tmp_path / "draft").notes  # a sparse map looks the same: noted, and read
         assert any("offsets" in note for note in notes) == noted
+
+
+def test_thousands_of_brackets_are_one_line(make_draft, tmp_path, run) -> None:
+    save_draft(make_draft(**WHOLE), tmp_path / "draft")
+    deep = "[" * 100_000
+    words = ["convert", tmp_path / "draft", tmp_path / "out", "--to", "native"]
+    code, _, complaint = run(*words, "--state", f"training_length={deep}")
+    assert code == 2 and complaint.count("\n") == 1 and "deeply" in complaint
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    for name in ("model.safetensors.index.json", "config.json"):
+        (tmp_path / "draft" / name).write_text(deep)
+        code, _, complaint = run(*words)
+        assert code == 2 and complaint.count("\n") == 1 and name in complaint

@@ -355,3 +355,67 @@ def test_convert_writes_a_file_and_reads_it(make, write_target, tmp_path, run) -
         code, _, complaint = run(*changed)
         assert code == 2 and complaint.startswith(f"error: {field} = "), complaint
     assert sorted(os.listdir(tmp_path)) == ["back", "draft.gguf", "mine", "target.gguf"]
+
+
+def test_a_length_in_a_file_is_a_whole_number(make, write_target, tmp_path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 9.0, "factor": 4.0, "original_max_position_embeddings": 64.0}
+    export_gguf(make(rope_parameters=rope), tmp_path / "draft.gguf", write_target())
+    (field,) = [f for key, f in gguf.GGUFReader(tmp_path / "draft.gguf").fields.items() if "original" in key]
+    assert field.types == [gguf.GGUFValueType.UINT32] and field.contents() == 64
+    assert read_gguf(tmp_path / "draft.gguf").config.rope_parameters == rope
+    with pytest.raises(DsparkError, match="whole number"):
+        metadata(make(rope_parameters={**rope, "original_max_position_embeddings": 64.5}).config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rms_norm_eps": 1e39}, "layer_norm_rms_epsilon"),
+        ({"rms_norm_eps": 1e-60}, "layer_norm_rms_epsilon"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 9.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 2**33,
+                }
+            },
+            "original_context_length",
+        ),
+    ],
+)
+def test_numbers_that_32_bits_do_not_hold_are_refused(make, write_target, tmp_path, changes, key) -> None:
+    target = write_target()
+    with pytest.raises(DsparkError, match=f"{key}.*32 bits"):
+        export_gguf(make(**changes), tmp_path / "draft.gguf", target)
+    assert os.listdir(tmp_path) == ["target.gguf"]
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_matrix_that_f16_would_make_0_is_refused(make, write_target, tmp_path, kind) -> None:
+    target, draft = write_target(), make()
+    with torch.no_grad():
+        draft.fc.weight.mul_(1e-9)
+    with pytest.raises(DsparkError, match=r"fc\.weight.*100%.*use f32"):
+        export_gguf(draft, tmp_path / "draft.gguf", target, kind)
+    export_gguf(draft, tmp_path / "draft.gguf", target, "f32")
+    with torch.no_grad():
+        draft.fc.weight.zero_()  # nothing is lost of a matrix that is 0
+    export_gguf(draft, tmp_path / "draft.gguf", target, kind)
+    with torch.no_grad():
+        draft.fc.weight.normal_()[:2].mul_(1e-9)  # 2 rows of 16
+    with pytest.raises(DsparkError, match=r"fc\.weight.*1[23]%"):
+        export_gguf(draft, tmp_path / "draft.gguf", target, kind)
+
+
+def test_text_that_is_no_utf8_is_one_line(make, write_target, tmp_path) -> None:
+    target, path = write_target(), tmp_path / "draft.gguf"
+    export_gguf(make(), path, target)
+    for file, old in ((path, b"draft for tiny"), (target, b"t29")):
+        file.write_bytes(file.read_bytes().replace(old, b"\xff" * len(old)))
+    with pytest.raises(DsparkError, match=r"general\.name"):
+        read_gguf(path)
+    with pytest.raises(DsparkError, match=r"tokenizer\.ggml\.tokens"):
+        export_gguf(make(), tmp_path / "other.gguf", target)
+    assert sorted(os.listdir(tmp_path)) == ["draft.gguf", "target.gguf"]

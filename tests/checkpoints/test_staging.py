@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoints.conftest import PLAIN, WHOLE, same_files
 
 from dspark.checkpoints.convert import convert
-from dspark.checkpoints.gguf import _Written
+from dspark.checkpoints.gguf_values import Written
 from dspark.checkpoints.native import load_draft, save_draft
 from dspark.checkpoints.staging import LEFT_BEHIND, staged
 from dspark.checkpoints.zlab import export_zlab
@@ -87,7 +87,7 @@ def test_a_full_disk_is_one_line(make_draft, tmp_path) -> None:
 
 def test_an_interrupt_is_one_while_an_array_is_written(tmp_path) -> None:
     """Again and again at another moment, for NumPy's own way turns only some of them into a TypeError."""
-    array, before = np.zeros(2000, np.float32).view(_Written), signal.getsignal(signal.SIGALRM)
+    array, before = np.zeros(2000, np.float32).view(Written), signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for attempt in range(400):

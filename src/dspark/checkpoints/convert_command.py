@@ -58,5 +58,7 @@ def _statement(text: str) -> tuple[str, Any]:
         raise DsparkError("state", text, "must be KEY=VALUE, e.g. training_length=4096")
     try:
         return name, json.loads(value)
+    except RecursionError:
+        raise DsparkError("state", name, "is nested too deeply") from None
     except ValueError:
         return name, value

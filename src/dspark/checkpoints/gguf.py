@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.checkpoints.gguf_values import Written, as_stored, values_of
 from dspark.checkpoints.native import LM_HEAD, config_from_json, config_to_json
 from dspark.checkpoints.staging import staged
 from dspark.checkpoints.taps import check_ascending
@@ -38,7 +39,7 @@ ARCHITECTURE = "dflash"
 CONFIG_KEY = "dspark.config"
 MASK_KEY = "tokenizer.ggml.mask_token_id"
 HEAD, EMBEDDING, IDS = "output.weight", "token_embd.weight", "d2t"
-Q8_BLOCK = 32
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
 _LAYER = {  # ours -> llama.cpp's, inside a layer
     "input_layernorm": "attn_norm",
@@ -88,7 +89,7 @@ def export_gguf(
     _check_target(reader, draft.config, target)
     if path.is_dir() or (path.exists() and path.samefile(target)):
         raise DsparkError("path", str(path), "must be a new file, or an older draft's")
-    tensors = {name: _as_stored(name, tensor, kind) for name, tensor in _tensors(draft, reader, target).items()}
+    tensors = {name: as_stored(name, tensor, kind) for name, tensor in _tensors(draft, reader, target).items()}
 
     def fill(writer: Any) -> None:
         writer.add_name(f"draft for {draft.config.target_name}")
@@ -97,19 +98,12 @@ def export_gguf(
         for key, value in values.items():
             _add(writer, key, value)
         for name, (array, stored) in tensors.items():
-            writer.add_tensor(name, array.view(_Written), raw_dtype=stored)
+            writer.add_tensor(name, array.view(Written), raw_dtype=stored)
 
     try:
         _write(path, fill, replace)
     except OSError as error:
         raise DsparkError("path", str(path), f"cannot be written ({error}); nothing was") from None
-
-
-class _Written(np.ndarray[Any, Any]):
-    """An array that goes into a file through Python: NumPy's own `tofile` makes a TypeError of Ctrl-C."""
-
-    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
-        fid.write(self.tobytes())
 
 
 def _write(path: Path, fill: Callable[[Any], None], replace: bool) -> None:
@@ -148,7 +142,7 @@ def gguf_tensors(path: Path, config: DraftConfig) -> dict[str, Tensor]:
     Equal to what was written where its type holds the weights: always f32, f16 when they fit, never q8_0.
     """
     names = {name: ours for name, (ours, _) in _names(config).items()}
-    tensors = {names[one.name]: _values(one) for one in _open("draft", path).tensors}
+    tensors = {names[one.name]: values_of(one) for one in _open("draft", path).tensors}
     if config.reduced:
         tensors[IDS] = tensors[IDS] - torch.arange(config.draft_vocab_size)
     return tensors
@@ -156,12 +150,12 @@ def gguf_tensors(path: Path, config: DraftConfig) -> dict[str, Tensor]:
 
 def _read_config(reader: Any, path: Path) -> tuple[DraftConfig, bool]:
     """The config that a file states, with which llama.cpp's own keys must agree, and its lm_head_in_file."""
-    found = {key: field.contents() for key, field in reader.fields.items()}
+    found = {key: _contents(key, field) for key, field in reader.fields.items()}
     if CONFIG_KEY not in found:
         raise DsparkError(CONFIG_KEY, None, f"is not in {path}: only files that dspark wrote can be read back")
     try:
         config, lm_head = config_from_json(dict(json.loads(found[CONFIG_KEY])))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DsparkError(CONFIG_KEY, str(path), f"is no JSON object ({error}); export the draft again") from None
     for key, value in metadata(config).items():
         wanted = float(np.float32(value)) if isinstance(value, float) else value  # as it is stored
@@ -195,13 +189,29 @@ def metadata(config: DraftConfig, lm_head: bool = True) -> dict[str, Any]:
         values["rope.scaling.type"] = rope["rope_type"]
         values["rope.scaling.factor"] = float(rope["factor"])
     if rope["rope_type"] == "yarn":
-        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        values["rope.scaling.original_context_length"] = _whole(rope["original_max_position_embeddings"])
     if "sliding_attention" in config.layer_types:
         values["attention.sliding_window"] = config.sliding_window
         values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
-    document = json.dumps(config_to_json(config, lm_head and config.reduced))
+    document = json.dumps(config_to_json(config, lm_head and config.reduced), allow_nan=False)
     theirs = {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}
+    for key, value in theirs.items():
+        _check_range(key, value)
     return {**theirs, MASK_KEY: config.mask_token_id, CONFIG_KEY: document}
+
+
+def _whole(length: float) -> int:
+    """A length as an integer, which it has to be in a file. Raises DsparkError."""
+    if length != int(length):
+        raise DsparkError("rope_parameters.original_max_position_embeddings", length, "must be a whole number")
+    return int(length)
+
+
+def _check_range(key: str, value: Any) -> None:
+    """Raise DsparkError for a number that a file's 32 bits do not hold; its fractions are all above 0."""
+    large = isinstance(value, int) and not 0 <= value < 2**32
+    if large or (isinstance(value, float) and not _SMALLEST <= value <= _LARGEST):
+        raise DsparkError(key, value, "must fit into 32 bits of a GGUF file")
 
 
 def finish(writer: Any) -> None:
@@ -219,7 +229,15 @@ def copy_field(reader: Any, writer: Any, key: str) -> None:
     field = reader.fields[key]
     kind, *inner = field.types
     sub_type = inner[-1] if kind == gguf.GGUFValueType.ARRAY else None
-    writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
+    writer.add_key_value(key, _contents(key, field), kind, sub_type=sub_type)
+
+
+def _contents(key: str, field: Any) -> Any:
+    """The value of a key. Raises DsparkError when it is none, as text that is no UTF-8."""
+    try:
+        return field.contents()
+    except (ValueError, TypeError, IndexError) as error:
+        raise DsparkError(key, None, f"cannot be read from the GGUF file ({error}); copy it again") from None
 
 
 def _check_expressible(config: DraftConfig) -> None:
@@ -285,10 +303,13 @@ def _check_target(reader: Any, config: DraftConfig, path: Path) -> None:
     fields = reader.fields
     if "tokenizer.ggml.model" not in fields or "tokenizer.ggml.tokens" not in fields:
         raise DsparkError("target", str(path), "has no tokenizer, without which llama.cpp loads no draft")
+    architecture = "general.architecture"
+    if architecture not in fields:
+        raise DsparkError("target", str(path), f"has no {architecture}; give a whole GGUF file")
 
     def number(key: str) -> int | None:
-        name = f"{fields['general.architecture'].contents()}.{key}"
-        return int(fields[name].contents()) if name in fields else None
+        name = f"{_contents(architecture, fields[architecture])}.{key}"
+        return int(_contents(name, fields[name])) if name in fields else None
 
     blocks = number("block_count")
     for name, mine, theirs in (
@@ -355,26 +376,3 @@ def _head_rows(draft: DSparkDraft, ids: Tensor, reader: Any, target: Path) -> Te
     if head is None:
         raise DsparkError("target", str(target), "has no head for the draft's rows; bind the draft to its target")
     return torch.from_numpy(gguf.quants.dequantize(head.data[ids.numpy()], head.tensor_type))
-
-
-def _as_stored(name: str, tensor: Tensor, kind: Kind) -> tuple[np.ndarray[Any, Any], Any]:
-    """A tensor's bytes and, where the array does not tell, its type. Raises DsparkError when it is not finite."""
-    values = tensor.contiguous().numpy()
-    if tensor.ndim == 1 or kind == "f32":
-        stored = values
-    else:
-        with np.errstate(over="ignore"):
-            stored = values.astype(np.float16)  # q8_0 keeps its scales in f16
-    if not np.isfinite(stored).all():
-        raise DsparkError(name, "NaN or infinity", f"must be finite in {kind}; use f32, or an earlier checkpoint")
-    if kind == "q8_0" and tensor.ndim == 2 and tensor.shape[1] % Q8_BLOCK == 0:
-        packed = gguf.GGMLQuantizationType.Q8_0
-        return gguf.quants.quantize(values, packed), packed
-    return stored, None
-
-
-def _values(tensor: Any) -> Tensor:
-    """A tensor of a file: integers as they are, anything else in float32."""
-    if tensor.tensor_type == gguf.GGMLQuantizationType.I64:
-        return torch.from_numpy(np.array(tensor.data))
-    return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))

@@ -69,7 +69,7 @@ def _indexed(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DsparkError(
             INDEX_FILE, str(index), "has no weight_map of file names; copy the checkpoint again"
         ) from None
