@@ -121,6 +121,8 @@ def test_places_that_are_none(make_draft, tmp_path, monkeypatch) -> None:
         with pytest.raises(DsparkError) as caught:
             convert(tmp_path / "draft", "native", place)
         assert caught.value.field == "out"
+    with pytest.raises(DsparkError, match="is not a folder"):
+        convert("a\0b", "native", "out")
     assert not os.listdir() and sorted(os.listdir(tmp_path)) == ["draft", "here", "loop"]
 
 

@@ -188,7 +188,7 @@ def weights_sha256(draft: Draft) -> str:
 
 def _previous(folder: Path) -> Path:
     """Where an overwritten draft rests between the two renames of `_swap`."""
-    folder = folder.resolve()
+    folder = folder.resolve() if folder.is_symlink() else folder
     return folder.parent / f".{folder.name}.previous"
 
 

@@ -269,4 +269,4 @@ def readable(error: ValidationError) -> DsparkError:
         return DsparkError(field, None, _MISSING.get(field, "is missing and has no default: state it"))
     if first["type"] == "extra_forbidden":
         return DsparkError(field, first["input"], "is not a field of a draft; check its spelling or remove it")
-    return DsparkError(field, first["input"], first["msg"])
+    return DsparkError(field, first["input"], first["msg"].removeprefix("Value error, "))
