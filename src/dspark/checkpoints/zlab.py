@@ -209,7 +209,7 @@ def _check_dflash(config: DraftConfig) -> None:
             "draft_vocab_size",
             config.draft_vocab_size,
             f"must be vocab_size {config.vocab_size}: DFlash's forms draft with the target's whole head; "
-            "export over_whole_vocabulary(draft), which drafts other tokens",
+            "vLLM (speculators form) and llama.cpp (gguf) take a reduced one",
         )
     if config.num_target_layers - 1 in config.target_layer_ids:
         raise DsparkError(
