@@ -205,6 +205,17 @@ def test_the_command_writes_a_drafts_card(run, make_draft, tmp_path: Path) -> No
     assert "me/mine" not in (folder / CARD_FILE).read_text()
 
 
+def test_figures_are_not_lost_by_writing_the_card_again(run, make_draft, tmp_path: Path) -> None:
+    folder, report = trained(make_draft, tmp_path / "best"), tmp_path / "report.json"
+    report.write_text(figures(weights_sha256(make_draft())).model_dump_json())
+    assert run("card", folder, "--report", report)[0] == 0
+    written = (folder / CARD_FILE).read_text()
+    code, out, err = run("card", folder)
+    assert (code, out) == (2, "") and "report = None: give the report.json" in err
+    assert (folder / CARD_FILE).read_text() == written
+    assert run("card", folder, "--report", report)[0] == 0
+
+
 def test_bad_input_of_the_command_is_one_line_and_writes_nothing(run, make_draft, tmp_path: Path) -> None:
     folder = trained(make_draft, tmp_path / "best")
     further = make_draft()  # same shape, other weights

@@ -14,6 +14,7 @@ from dspark.data.card import data_card
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 from dspark.publishing.card import card_of
+from dspark.publishing.evaluation import FIGURES
 from dspark.publishing.publish import check_repo
 
 
@@ -34,6 +35,8 @@ def card_command(
     """A draft folder's card, README.md: shape, figures, serving, training. Or of rows files: what they hold."""
     if any(path.is_dir() for path in paths):
         card, out = _of_draft(paths, report, licence, repo, sample), out or paths[0] / CARD_FILE
+        if report is None:
+            _keep_figures(out)
     else:
         for name, value in (("report", report), ("license", licence), ("repo", repo)):
             if value is not None:
@@ -54,3 +57,10 @@ def _of_draft(paths: Sequence[Path], report: Path | None, licence: str | None, r
     if repo is not None:
         check_repo(repo)
     return card_of(paths[0], report, licence, repo)
+
+
+def _keep_figures(card: Path) -> None:
+    """Raise DsparkError when a card without figures would take the place of one that has some."""
+    if card.is_file() and FIGURES in card.read_text(encoding="utf-8", errors="replace"):
+        remedy = "give the report.json: the card that is there has its figures; or take that card away"
+        raise DsparkError("report", None, remedy)

@@ -29,6 +29,8 @@ from dspark.errors import DsparkError
 from dspark.publishing.words import UNKNOWN
 
 OWN_KINDS = ("dspark", "dflash")
+FIGURES = "### Settings and machine"
+"""A heading that cards with figures have, and others not."""
 
 
 def report_of(path: str | Path, folder: str | Path) -> Report:
@@ -124,7 +126,7 @@ def _speed(report: Report) -> Iterator[str]:
 
 def _made_with(report: Report) -> Iterator[str]:
     """Settings and machine; of the settings not the files that the prompts lay in."""
-    yield "### Settings and machine"
+    yield FIGURES
     kept = {label: value for label, value in report.settings.items() if label not in ("data", "out")}
     rows = [[label, setting(value)] for part in (kept, report.machine) for label, value in part.items()]
     yield markdown_table(Table("", ["setting", "value"], rows, labels=2))

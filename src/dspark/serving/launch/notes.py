@@ -30,7 +30,7 @@ def _context(engine: Engine, command: Command, config: Config | None) -> Iterato
         return
     trained, rope = config.training_length, config.rope_parameters
     if context is None:
-        yield f"without --context {engine.name} serves as far as the target goes; the draft was trained to {trained:,}"
+        yield f"without --{flag} {engine.name} goes as far as the target; the draft was trained to {trained:,}"
     elif context > trained:
         yield f"--{flag} {context}: beyond the {trained:,} tokens it was trained on a draft is accepted less often"
     if rope.get("rope_type") == "yarn":
