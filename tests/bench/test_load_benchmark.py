@@ -31,7 +31,7 @@ def test_measured(tiny_llama_folder: Path, tmp_path: Path, capsys: pytest.Captur
         benchmark.main(options)
     sha256 = weights_sha256(load_draft(tmp_path / "draft"))
     fields = {"temperatures": (1.0,) * 7, "scaling": ((1.0, 0.0),) * 7, "datasets": ("q",)}
-    Calibration(weights_sha256=sha256, target="t", rounds=1, prompts=1, max_tokens=1, **fields).save(tmp_path / "draft")
+    Calibration(weights_sha256=sha256, target="t", rounds=1, prompts=1, **fields).save(tmp_path / "draft")
     assert benchmark.main(options) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     for level, count in zip(found["levels"], (3, 4), strict=True):
