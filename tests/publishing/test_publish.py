@@ -166,7 +166,7 @@ def test_paths_of_many_machines(folder: Path, text: str) -> None:
 
 def test_addresses_and_names_are_no_paths(folder: Path) -> None:
     text = (
-        "https://host/home/page, http://a.b:80/data/x?y=/tmp/z s3://bucket/data/x org/data, me/work/x a/b ./data/x "
+        "https://host/home/page, http://a.b:80/data/x?y=/tmp/z s3://bucket/data/x org/data, me/data/x a/b ./data/x "
         "../data/x 1/2 and/or <https://host/mnt/x> [it](https://host/usr/local/x) note: /v1/completions e.g. x:y "
         "task-force"
     )

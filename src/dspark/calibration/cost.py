@@ -7,7 +7,6 @@ Measured once a machine and pair, kept as one JSON file, and read by whoever wei
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from scipy.optimize import isotonic_regression
 
 from dspark.calibration.passes import Passes, time_in_turns
+from dspark.data.prompts import write_text
 from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.proposers import Proposer, make_proposer
 from dspark.drafts.kinds import Draft
@@ -158,12 +158,8 @@ class CostProfile(_Frozen):
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole: under another name first, then renamed."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        """Write the file, whole."""
+        write_text(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> CostProfile:

@@ -141,7 +141,7 @@ def read_checkpoint(source: Path, target: str | None = None, **stated: Any) -> C
         tensors = {name: found[header.homes[name][1]] for name in header.shapes}
     if config.reduced and "t2d" not in tensors:
         tensors["t2d"] = _marked(tensors["d2t"], config.vocab_size)
-        if _like_ids(tensors["d2t"]):
+        if like_ids(tensors["d2t"]):
             header.notes.append("d2t rises at every entry, as ids do, and no t2d tells: see that it holds offsets")
     check_values(tensors)
     if config.reduced:
@@ -272,7 +272,7 @@ def _marked(d2t: Tensor, vocabulary: int) -> Tensor:
     return t2d
 
 
-def _like_ids(d2t: Tensor) -> bool:
+def like_ids(d2t: Tensor) -> bool:
     """Whether a map looks like ids in the place of offsets, which stay the same between ids that follow each other."""
     return len(d2t) >= _LONG_MAP and bool((d2t[1:] > d2t[:-1]).all())
 

@@ -6,7 +6,6 @@ Measured here for the built-in engine, in a child process for llama.cpp (`llamac
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dspark.calibration.cost import CostProfile
 from dspark.calibration.passes import Passes, time_in_turns
+from dspark.data.prompts import write_text
 from dspark.decoding.drafting import DraftProposer
 from dspark.decoding.proposers import make_proposer
 from dspark.drafts.kinds import Draft
@@ -45,12 +45,8 @@ class EngineCosts(BaseModel):
     measured: dict[str, Any] = {}
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole: under another name first, then renamed."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        """Write the file, whole."""
+        write_text(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
 
 
 def read_costs(path: str | Path, engine: str, gamma: int) -> EngineCosts:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dspark.checkpoints.read import like_ids
 from dspark.checkpoints.tensors import tensor_shapes
 from dspark.doctor.draft import DraftFacts
 from dspark.doctor.facts import TargetFacts
@@ -16,8 +17,6 @@ from dspark.drafts.kinds import Config
 
 _PADDED = 1.1
 """How many times the tokenizer's ids an embedding has at most where its further rows only pad."""
-_LONG_MAP = 16
-"""Entries from which a map without two neighbouring ids is no accident."""
 
 
 def check_mask(config: Config, target: TargetFacts) -> Finding:
@@ -84,7 +83,7 @@ def check_map(draft: DraftFacts, config: Config) -> Iterator[Finding]:
     if not config.reduced or draft.tensors is None:
         return
     offsets = draft.tensors["d2t"]
-    if len(offsets) >= _LONG_MAP and bool((offsets[1:] > offsets[:-1]).all()) and not _marked(draft):
+    if like_ids(offsets) and not _marked(draft):
         text = (
             f"{offsets[:4].tolist()}... rise at every entry: ids, it seems, where offsets are wanted (id = i + d2t[i])"
         )
