@@ -194,6 +194,9 @@ class Gpu:
         tokens = requests * (n or 7)
         return float(self.seconds(tokens, requests, g["draft_parameters"], g["draft_kv_bytes"], g["draft_fixed"]))
 
+    def context_seconds(self, tokens: int) -> float:
+        return 0.0  # beside the target's own reading of them
+
 
 def simulate(
     costs: Costs,
@@ -216,7 +219,7 @@ def simulate(
     batch = [start() for _ in range(users)]
     while load.seconds < args.seconds:
         actives = [active for active, _, _ in batch]
-        drafting, width = (actives if n else [], n) if planner is None else planner.choose(actives, 0)
+        drafting, width = (actives if n else [], n) if planner is None else planner.choose(actives, 0, 0)
         width = width or n
         inside = set(drafting)
         proposals = {

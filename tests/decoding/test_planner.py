@@ -34,6 +34,9 @@ class Prices:
     def draft_seconds(self, requests, n=None):
         return self.draft * (1 + 0.1 * requests) * (1.0 if n in (None, 7) else 0.8)
 
+    def context_seconds(self, tokens):
+        return 0.001 * tokens
+
 
 @pytest.fixture(scope="module")
 def draft(pairs):
@@ -115,7 +118,7 @@ def test_context_is_written_late_and_all_of_it(target, draft, monkeypatch):
     class Every(Fixed):
         rounds = 0
 
-        def choose(self, ready, beside):
+        def choose(self, ready, beside, reading):
             self.rounds += 1
             return (list(ready), None) if self.rounds % 20 == 0 else ([], None)
 
@@ -132,7 +135,7 @@ def test_context_is_written_late_and_all_of_it(target, draft, monkeypatch):
     assert len(seen) == len(calls) >= 4
     late = list(seen)
     seen.clear()
-    monkeypatch.setattr(Every, "choose", lambda self, ready, beside: (list(ready), None))
+    monkeypatch.setattr(Every, "choose", lambda self, ready, beside, reading: (list(ready), None))
     list(Engine(target, make_proposer(target, draft), schedule=Every()).run([request]))
     always = {len(ids): tokens for ids, _, tokens in seen}
     common = [(tokens, always[len(ids)]) for ids, _, tokens in late if len(ids) in always]
@@ -144,7 +147,7 @@ def test_pending_context_reaches_the_prefix_cache(target, draft):
     """A request that never drafted leaves a whole prefix behind; one that is cancelled as much as was written."""
 
     class Never(Fixed):
-        def choose(self, ready, beside):
+        def choose(self, ready, beside, reading):
             return [], None
 
     engine = Engine(target, make_proposer(target, draft), schedule=Never(), prefix_cache=True, kv_tokens=2000)

@@ -7,7 +7,7 @@ Measured once a machine and pair, kept as one JSON file, and read by whoever wei
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -80,7 +80,8 @@ class CostProfile(_Frozen):
     A verification pass is taken to cost f(tokens) + requests * c: the linear layers see tokens only, attention runs
     request by request. c comes from batches of equal tokens and other spread, f is the isotonic fit of the rest (more
     tokens never cost less; what noise or a kernel says otherwise is pooled), linear between measured points, constant
-    below the first and going on with the mean slope from first to last above the last.
+    below the first and going on with the mean slope from first to last above the last. context_token: seconds for a
+    token of a draft context that is written late, many tokens at once.
     """
 
     version: Literal[1] = 1
@@ -88,6 +89,7 @@ class CostProfile(_Frozen):
     settings: CostSettings
     verify: Annotated[tuple[VerifyPoint, ...], Field(min_length=1)]
     draft: Annotated[tuple[DraftPoint, ...], Field(min_length=1)]
+    context_token: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @field_validator("draft")
     @classmethod
@@ -128,6 +130,10 @@ class CostProfile(_Frozen):
         widths = self.widths
         width = widths[-1] if n is None else next((one for one in widths if one >= n), widths[-1])
         return _read(self._draft_curves[width], requests)
+
+    def context_seconds(self, tokens: int) -> float:
+        """Writing so many tokens to a draft context that had fallen behind."""
+        return tokens * self.context_token
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -208,7 +214,7 @@ def measure_cost(
     widths: Sequence[int] = (),
     repeats: int = 20,
 ) -> CostProfile:
-    """Measure both curves, all points in turns, every request with the context `ids`.
+    """Measure both curves and the price of a late context, in turns, every request with the context `ids`.
 
     Every number of tokens is measured over as few requests as a round of n has, and over one request a token as far
     as `requests` goes. widths: shorter draft passes to measure as well, those below n. Raises DsparkError for a draft
@@ -227,7 +233,8 @@ def measure_cost(
     passes = {one: Passes(target, _drafting(proposer), ids, most, widest) for one, proposer in proposers.items()}
     jobs = {counts: partial(passes[None].verify, counts) for counts in batches}
     drafts = {(one, count): partial(passes[one].draft, count) for one in passes for count in requests}
-    seconds = {key: median(taken) for key, taken in time_in_turns({**jobs, **drafts}, repeats).items()}
+    writing: dict[object, Callable[[], None]] = {"context": passes[None].write}
+    seconds = {key: median(taken) for key, taken in time_in_turns({**jobs, **drafts, **writing}, repeats).items()}
     return CostProfile(
         machine=describe_machine(),
         settings=CostSettings(
@@ -242,6 +249,7 @@ def measure_cost(
         ),
         verify=tuple(VerifyPoint(counts=counts, seconds=seconds[counts]) for counts in jobs),
         draft=tuple(DraftPoint(requests=count, seconds=seconds[one, count], n=one) for one, count in drafts),
+        context_token=seconds["context"] / len(ids),
     )
 
 

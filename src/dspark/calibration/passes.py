@@ -37,7 +37,7 @@ class Passes:
         out = target.forward([(first.state, torch.tensor(first.ids))], proposer.taps, logits="last")
         assert out.taps is not None  # a draft always has taps
         proposer.observe([(first, out.taps)])
-        self._committed = out.taps[-COMMITTED:].contiguous()
+        self._taps, self._committed = out.taps, out.taps[-COMMITTED:].contiguous()
         self.active = [first, *(self._start(index, ids, capacity) for index in range(1, requests))]
         for active in self.active:
             if active is not first:
@@ -79,6 +79,14 @@ class Passes:
             self.proposer.observe([(active, self._committed) for active in chosen])
         for active in chosen:
             active.context.truncate(self.context)
+
+    @torch.inference_mode()
+    def write(self) -> None:
+        """The whole context of one request's draft, written at once, as it was."""
+        first = self.active[0]
+        first.context.truncate(0)
+        with own_threads():
+            self.proposer.observe([(first, self._taps)])
 
 
 def time_in_turns(jobs: Mapping[Key, Callable[[], None]], repeats: int, warm_up: int = 2) -> dict[Key, list[float]]:

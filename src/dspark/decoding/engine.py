@@ -284,9 +284,10 @@ class Engine:
     def _pass(self, steps: list[tuple[Active, Step]]) -> None:
         """One draft pass and one target pass: a verification block of every request in a round, and a part of the
         prompt of those that still read theirs. What was committed is in `steps` even when something fails later."""
+        began = time.perf_counter()
         ready = [active for active in self.running if not active.unread]
         reading, chunks = self._chunks()
-        drafting, n = self.schedule.choose(ready, sum(map(len, chunks)))
+        drafting, n = self.schedule.choose(ready, sum(map(len, chunks)), len(self.running) - len(ready))
         drafted = self._propose(drafting, n)
         proposals = [drafted.get(active) or Proposal() for active in ready]
         proposed = [len(proposal.tokens) for proposal in proposals]
@@ -313,6 +314,7 @@ class Engine:
             if wanted[i] and not active.result.output_ids:
                 steps.append((active, self._commit(active, out, chosen[i], Proposal(), None)))
         self._observe(observed, out)
+        self.schedule.took(time.perf_counter() - began)
 
     def _propose(self, drafting: list[Active], n: int | None) -> dict[Active, Proposal]:
         """One draft pass of n tokens for the requests that draft; the others propose nothing."""

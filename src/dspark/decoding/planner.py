@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Literal, Protocol
 
 import numpy as np
@@ -30,12 +32,21 @@ FIRST = 8
 """Requests that draft while nothing is known yet."""
 PROBE_SHARE = 0.005
 """Share of the time that rounds may cost which are drafted against expectation, to learn whether it still holds."""
+WRITTEN = 2
+"""Tokens of context that the time of a draft pass holds (`calibration/passes.py`)."""
+MARGIN = 1.02
+"""What rounds with drafts must promise over plain ones: nothing is known better than to a percent or two."""
+PACE_MEMORY = 64
+"""Rounds over which predicted and real times are compared, and after which a plain one is due for comparison."""
+CLEAR = 1.25
+"""What rounds with drafts promise over plain ones where no comparison of times could change that."""
 
 
 class Schedule(Protocol):
-    """What the engine asks, once a pass each. beside: prompt tokens that the same pass reads."""
+    """What the engine asks, once a pass each. beside: prompt tokens that the same pass reads; reading: requests that
+    are not in a round yet, because they still read theirs."""
 
-    def choose(self, ready: Sequence[Active], beside: int) -> tuple[list[Active], int | None]:
+    def choose(self, ready: Sequence[Active], beside: int, reading: int) -> tuple[list[Active], int | None]:
         """Before drafting: which of the requests in a round draft, and how many tokens (None: all)."""
 
     def cut(self, drafting: Sequence[Active], proposals: Sequence[Proposal]) -> None:
@@ -44,11 +55,14 @@ class Schedule(Protocol):
     def learn(self, active: Active, proposal: Proposal, record: Round) -> None:
         """What became of a round of one of them."""
 
+    def took(self, seconds: float) -> None:
+        """How long the pass took, all of it."""
+
 
 class Fixed:
     """Everything that is drafted is verified; everyone drafts who may."""
 
-    def choose(self, ready: Sequence[Active], beside: int) -> tuple[list[Active], int | None]:
+    def choose(self, ready: Sequence[Active], beside: int, reading: int) -> tuple[list[Active], int | None]:
         """See `Schedule.choose`."""
         return [active for active in ready if active.request.speculate], None
 
@@ -57,6 +71,9 @@ class Fixed:
 
     def learn(self, active: Active, proposal: Proposal, record: Round) -> None:
         """See `Schedule.learn`."""
+
+    def took(self, seconds: float) -> None:
+        """See `Schedule.took`."""
 
 
 class Threshold(Fixed):
@@ -85,6 +102,9 @@ class Costs(Protocol):
     def draft_seconds(self, requests: int, n: int | None = None) -> float:
         """Of a draft pass of n slots."""
 
+    def context_seconds(self, tokens: int) -> float:
+        """Of writing so many tokens to a draft context that had fallen behind."""
+
 
 @dataclass
 class Outlook:
@@ -92,19 +112,30 @@ class Outlook:
     round of that width has above each level; rounds: how many it is made of; idle: rounds since the last of them.
 
     taken, tried [n]: rounds in which slot k was accepted, and verified after all before it were; both fade.
-    recent: survivals of the last two rounds.
+    recent: survivals of the last two rounds, in mode "delayed".
     """
 
     promise: Floats
-    taken: Floats
-    tried: Floats
+    taken: list[float]
+    tried: list[float]
     rounds: int = 0
     idle: int = 0
     recent: deque[Floats] = field(default_factory=lambda: deque(maxlen=2))
 
     def copy(self) -> Outlook:
         """For a new request: as much as a few rounds of its own would tell."""
-        return Outlook(self.promise.copy(), 4 * self.taken / self.tried, np.full_like(self.tried, 4.0))
+        return Outlook(self.promise.copy(), [4 * rate for rate in self.rates], [4.0] * len(self.tried))
+
+    @property
+    def rates(self) -> list[float]:
+        """How often slot k is accepted, when those before it are."""
+        return [taken / tried for taken, tried in zip(self.taken, self.tried, strict=True)]
+
+    def count(self, record: Round, memory: int) -> None:
+        """Let what became of a round count as one of the last `memory`."""
+        for slot in range(min(record.accepted + 1, record.scheduled)):
+            self.taken[slot] += (slot < record.accepted) - self.taken[slot] / memory
+            self.tried[slot] += 1 - self.tried[slot] / memory
 
 
 class Planner:
@@ -120,40 +151,57 @@ class Planner:
         self.widths = tuple(sorted({*(w for w in costs.widths if w < n), n}))
         self._columns = np.array(self.widths) - 1
         shape = (2, len(self.widths), len(LEVELS))
-        self.pool = Outlook(np.zeros(shape), np.full(n, 1.2), np.full(n, 2.0))
+        self.pool = Outlook(np.zeros(shape), [1.2] * n, [2.0] * n)
         self._fits, self._credit = 1.0, 0.0  # accepted / predicted; seconds that probes may take
+        # rounds that the gate has not looked at yet: who drafted with which survivals, and what became of them
+        self._survived: list[tuple[Sequence[Active], Floats]] = []
+        self._records: list[tuple[Active, Proposal, Round]] = []
         self._rows, self._drafted = 0, 0.0  # of the round that is being planned
         self._seconds: Floats = np.zeros(1)  # its verification, with 0, 1, ... drafts in it
+        self._predicted: float | None = None  # all of it (None: prompts are read as well)
+        self._pace = {"plain": 1.0, "drafted": 1.0}  # real / predicted seconds of rounds
+        self._paced = {"plain": 0, "drafted": 0}
+        self._since_plain, self._close = 0, True  # rounds; whether their times may decide about drafting
         # the gate's last decision: for which requests beside how many prompt tokens, who drafts, how wide
         self._held: tuple[Hashable, list[Active], int] = (None, [], n)
         self._held_for = 0
         self._tables = lru_cache(maxsize=64)(lambda rows, most: costs.verify_table(rows, most))
+        self._drafts = lru_cache(maxsize=64)(
+            lambda count: np.array([costs.draft_seconds(count, width) for width in self.widths])
+        )
 
     # Before drafting
 
-    def choose(self, ready: Sequence[Active], beside: int) -> tuple[list[Active], int | None]:
+    def choose(self, ready: Sequence[Active], beside: int, reading: int) -> tuple[list[Active], int | None]:
         """See `Schedule.choose`."""
         able = [active for active in ready if active.request.speculate]
         if not able:
             return [], None
-        key = (tuple(able), len(ready), beside)
+        key = (tuple(able), len(ready), beside, reading)
         if key == self._held[0] and self._held_for < HOLD:
             self._held_for += 1
         else:
-            self._rows, self._seconds = len(ready), self._verification(len(ready), beside)
+            self._look_back()
+            self._rows = len(ready) + reading
+            self._seconds = self._verification(len(ready), beside, reading)
             outlooks = [self._outlook(active) for active in able]
             found = self._gate(able, outlooks) if self.pool.rounds else (able[:FIRST], self.n)
             self._held, self._held_for = (key, *found), 1
         _, kept, width = self._held
-        drafting = kept
         for active in able:
             active.outlook.idle += 1
-        if self.pool.rounds and len(kept) < len(able):
+        self._since_plain += 1
+        drafting = kept
+        if self._close and self._since_plain > PACE_MEMORY:
+            drafting = []
+        elif self.pool.rounds and len(kept) < len(able):
             chosen = set(kept)
             drafting = kept + self._probe([active for active in able if active not in chosen], width)
         for active in drafting:
             active.outlook.idle = 0
         self._drafted = self.costs.draft_seconds(len(drafting), width) if drafting else 0.0
+        late = sum(self.costs.context_seconds(_behind(active)) for active in drafting)
+        self._predicted = None if beside or reading else self._drafted + late + float(self._seconds[0])
         return drafting, width
 
     def _outlook(self, active: Active) -> Outlook:
@@ -165,25 +213,26 @@ class Planner:
         """Those that a round is expected to be faster with than a plain one, and the best width."""
         promises = np.stack([one.promise for one in outlooks])
         seconds, rows = self._seconds, self._rows
-        plain = rows / seconds[0]
+        plain = MARGIN * self._pace["drafted"] / self._pace["plain"] * rows / seconds[0]
+        late = np.array([self._late(active) for active in able])
 
-        def expected(kept: Floats, count: int) -> tuple[Floats, Floats]:
+        def expected(kept: Floats, count: int, behind: float) -> tuple[Floats, Floats]:
             """Seconds of the verification, and tokens a second of the whole round, [widths, levels] both."""
-            drafted = np.array([self.costs.draft_seconds(count, width) for width in self.widths])
             verified = np.interp(kept[1], np.arange(len(seconds)), seconds)
-            return verified, (rows + self._fits * kept[0]) / (drafted[:, None] + verified)
+            return verified, (rows + self._fits * kept[0]) / ((self._drafts(count) + behind)[:, None] + verified)
 
         total = promises.sum(axis=0)
-        verified, rate = expected(total, len(able))
+        verified, rate = expected(total, len(able), late.sum())
         width, level = (int(i) for i in np.unravel_index(np.argmax(rate), rate.shape))
+        self._close = float(rate[width, level]) < CLEAR * plain
         price = max(float(rate[width, level]), plain)  # tokens that a second is worth
         slope = (verified[width, level] - seconds[0]) / max(total[1, width, level], 1e-9)
-        more = self._draft_slope(len(able), self.widths[width])
-        gain = self._fits * promises[:, 0, width, level] - price * (slope * promises[:, 1, width, level] + more)
+        more = float(self._drafts(len(able))[width] - self._drafts(1)[width]) / max(len(able) - 1, 1)
+        gain = self._fits * promises[:, 0, width, level] - price * (slope * promises[:, 1, width, level] + more + late)
         kept = np.flatnonzero(gain > 0)
         if not len(kept):
             return [], self.n
-        _, rate = expected(promises[kept].sum(axis=0), len(kept))
+        _, rate = expected(promises[kept].sum(axis=0), len(kept), late[kept].sum())
         best = int(np.argmax(rate.max(axis=1)))
         open_ = rate[best].max() > plain
         return [able[i] for i in kept] if open_ else [], self.widths[best] if open_ else self.n
@@ -196,7 +245,8 @@ class Planner:
         self._credit += PROBE_SHARE * seconds[0]
         active = max(closed, key=lambda one: one.outlook.idle)
         tokens, slots = (active.outlook.promise[i, self.widths.index(width)].max() for i in (0, 1))
-        cost = self.costs.draft_seconds(1, width) + np.interp(slots / 2, np.arange(len(seconds)), seconds)
+        cost = self.costs.draft_seconds(1, width) + self.costs.context_seconds(_behind(active))
+        cost += np.interp(slots / 2, np.arange(len(seconds)), seconds)
         cost -= seconds[0] * (1 + self._fits * tokens / self._rows)  # what its accepted tokens would take plainly
         cost = max(cost, 0.2 * self.costs.draft_seconds(1, width))
         if self._credit < cost:
@@ -204,17 +254,18 @@ class Planner:
         self._credit = 0.0
         return [active]
 
-    def _verification(self, rows: int, beside: int) -> Floats:
+    def _verification(self, rows: int, beside: int, reading: int) -> Floats:
         """Seconds with 0, 1, ... drafts, [rows * n + 1]. Prompt tokens in the same pass are due anyway: a draft costs
-        what it costs beside them, but the round is weighed as if they were not there."""
+        what it costs beside them, but the round is weighed as if those who read were in it with a token each, or a
+        batch that fills up would take its tokens for dearer than they are."""
         table = self._tables(rows, rows + beside + rows * self.n)
-        return table[rows] + table[rows + beside :] - table[rows + beside]
+        everyone = rows + reading
+        return self._tables(everyone, everyone)[everyone] + table[rows + beside :] - table[rows + beside]
 
-    def _draft_slope(self, count: int, width: int) -> float:
-        """Seconds that one more request adds to a draft pass."""
-        if count == 1:
-            return 0.0
-        return (self.costs.draft_seconds(count, width) - self.costs.draft_seconds(1, width)) / (count - 1)
+    def _late(self, active: Active) -> float:
+        """Seconds of a round for what its draft context must catch up with, spread over the rounds that follow."""
+        rounds = max(min(MEMORY, active.limit - len(active.result.output_ids)), 1)
+        return self.costs.context_seconds(_behind(active)) / rounds
 
     # After drafting
 
@@ -222,25 +273,29 @@ class Planner:
         """See `Schedule.cut`."""
         if not drafting:
             return
-        width = max(len(proposal.tokens) for proposal in proposals)
-        survival = survivals([self._confidences(a, p) for a, p in zip(drafting, proposals, strict=True)], width)
+        confidences = [self._confidences(a, p) for a, p in zip(drafting, proposals, strict=True)]
+        survival = survivals(confidences, self._held[2])
         seconds = self._drafted + self._seconds
-        lossless = np.array([active.rule != "rejection" for active in drafting])
         if self.mode == "delayed":
             lengths = spend(survival, self._delayed(drafting, seconds))
         elif self.mode == "early-stop":
             lengths = early_stop(survival, seconds, self._rows)
         else:
-            lengths = look_ahead(survival, seconds, self._rows, lossless)
-        self._remember(drafting, survival)
+            lossless = [active.rule != "rejection" for active in drafting]
+            lengths = look_ahead(survival, seconds, self._rows, None if all(lossless) else np.array(lossless))
+        if self.mode == "delayed":
+            for active, row in zip(drafting, survival, strict=True):
+                active.outlook.recent.append(row)
+        self._survived.append((drafting, survival))
         for proposal, length in zip(proposals, lengths.tolist(), strict=True):
             proposal.cut(length)
+        if self._predicted is not None:
+            self._predicted += float(self._seconds[lengths.sum()] - self._seconds[0])
 
     def _confidences(self, active: Active, proposal: Proposal) -> Sequence[float]:
         if proposal.confidence:
             return proposal.confidence
-        outlook = self._outlook(active)
-        return (outlook.taken / outlook.tried)[: len(proposal.tokens)].tolist()
+        return self._outlook(active).rates[: len(proposal.tokens)]
 
     def _delayed(self, drafting: Sequence[Active], seconds: Floats) -> int:
         """The budget, from survivals two rounds old; a request without them counts as the mean of the others."""
@@ -251,36 +306,59 @@ class Planner:
         others = np.repeat(known.mean(axis=0)[None], len(drafting) - len(old), axis=0)
         return budget(np.concatenate((known, others)), seconds, self._rows)
 
-    def _remember(self, drafting: Sequence[Active], survival: Floats) -> None:
-        """Add a round's survivals [R, width], and what they would have been further on, to what is expected."""
-        whole = survival
-        if survival.shape[1] < self.n:
-            rates = (self.pool.taken / self.pool.tried)[survival.shape[1] :]
-            whole = np.concatenate((survival, survival[:, -1:] * np.cumprod(rates)), axis=1)
+    def learn(self, active: Active, proposal: Proposal, record: Round) -> None:
+        """See `Schedule.learn`."""
+        if record.scheduled:
+            self._records.append((active, proposal, record))
+
+    def _look_back(self) -> None:
+        """Take what happened since the gate's last decision into what is expected."""
+        for active, proposal, record in self._records:
+            self._outlook(active).count(record, MEMORY)
+            self.pool.count(record, POOL_MEMORY)
+            if proposal.confidence:
+                predicted = sum(accumulate(proposal.confidence, mul))
+                self._fits += (record.accepted - self._fits * predicted) / POOL_MEMORY
+                self._fits = min(max(self._fits, 0.5), 1.5)
+        self._records.clear()
+        if self._survived:
+            self._remember()
+        self._survived.clear()
+
+    def _remember(self) -> None:
+        """Add survivals [R, width], and what they would have been further on, to what is promised; all rounds since
+        the last decision have the same width."""
+        whole = np.concatenate([survival for _, survival in self._survived])
+        width = whole.shape[1]
+        if width < self.n:
+            whole = np.concatenate((whole, whole[:, -1:] * np.cumprod(self.pool.rates[width:])), axis=1)
         counted = (whole[:, None, :] >= LEVELS[:, None]).astype(np.float64)  # [R, levels, n]
         parts = np.stack((whole[:, None, :] * counted, counted), axis=1).cumsum(axis=3)
         promises = parts[..., self._columns].swapaxes(2, 3)  # [R, 2, widths, levels]
-        for active, row, promise in zip(drafting, whole, promises, strict=True):
+        rows: dict[Active, list[int]] = {}
+        for row, active in enumerate(active for drafting, _ in self._survived for active in drafting):
+            rows.setdefault(active, []).append(row)
+        for active, own in rows.items():
             outlook = self._outlook(active)
-            outlook.rounds += 1
-            outlook.promise += (promise - outlook.promise) / min(outlook.rounds + 4, MEMORY)
-            outlook.recent.append(row)
-        self.pool.rounds += 1
-        share = 1 / min(self.pool.rounds, POOL_MEMORY)
+            outlook.rounds += len(own)
+            share = len(own) / min(outlook.rounds + 4, MEMORY)
+            outlook.promise += (promises[own].mean(axis=0) - outlook.promise) * share
+        self.pool.rounds += len(self._survived)
+        share = len(self._survived) / min(self.pool.rounds, POOL_MEMORY)
         self.pool.promise += (promises.mean(axis=0) - self.pool.promise) * share
 
-    def learn(self, active: Active, proposal: Proposal, record: Round) -> None:
-        """See `Schedule.learn`."""
-        if not record.scheduled:
-            return
-        for outlook, memory in ((self._outlook(active), MEMORY), (self.pool, POOL_MEMORY)):
-            fade = 1 - 1 / memory
-            reached = min(record.accepted + 1, record.scheduled)
-            outlook.taken[:reached] *= fade
-            outlook.tried[:reached] *= fade
-            outlook.taken[: record.accepted] += 1
-            outlook.tried[:reached] += 1
-        if proposal.confidence:
-            predicted = float(np.cumprod(proposal.confidence).sum())
-            self._fits += (record.accepted - self._fits * predicted) / POOL_MEMORY
-            self._fits = min(max(self._fits, 0.5), 1.5)
+    def took(self, seconds: float) -> None:
+        """See `Schedule.took`. Rounds with drafts have costs that no profile has, and contexts are of any length: what
+        counts is whether they take longer than predicted by more than plain ones do."""
+        kind = "drafted" if self._drafted else "plain"
+        if kind == "plain":
+            self._since_plain = 0
+        if self._predicted is not None:
+            ratio = min(max(seconds / self._predicted / self._pace[kind], 0.5), 2.0)  # one long break is no pace
+            self._paced[kind] += 1
+            self._pace[kind] *= 1 + (ratio - 1) / min(self._paced[kind] + 4, PACE_MEMORY)
+
+
+def _behind(active: Active) -> int:
+    """Tokens to be written to its draft context before it can draft, beyond those of an ordinary round."""
+    return max(sum(map(len, active.pending)) - WRITTEN, 0)

@@ -55,10 +55,11 @@ def early_stop(survival: Floats, seconds: Floats, rows: int) -> Lengths:
 def look_ahead(survival: Floats, seconds: Floats, rows: int, lossless: NDArray[np.bool_] | None = None) -> Lengths:
     """The number of candidates with the largest theta of all, for the rows that it cannot harm (`lossless` [R]; None:
     all). The others keep what `early_stop` gives them, and only then do the rest look ahead."""
-    lossless = np.ones(len(survival), dtype=bool) if lossless is None else lossless
+    if lossless is None:
+        chosen, values = ranked(survival)
+        return np.bincount(chosen[: np.argmax(rates(values, seconds, rows))], minlength=len(survival))
     lengths = np.zeros(len(survival), dtype=np.int64)
-    if not lossless.all():
-        lengths[~lossless] = early_stop(survival, seconds, rows)[~lossless]
+    lengths[~lossless] = early_stop(survival, seconds, rows)[~lossless]
     fixed = int(lengths.sum())
     kept = np.arange(survival.shape[1]) < lengths[:, None]
     chosen, values = ranked(survival[lossless])
