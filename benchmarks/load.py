@@ -5,10 +5,11 @@
 
 Measured: a closed loop, in this process. Every user asks a prompt, waits for the whole answer and asks the next one, so
 that `users` requests are in flight until the prompts run out. All modes answer the same prompts in turns, greedily, and
-must give the same ids; the order rotates from repetition to repetition. Tokens a second are end to end, prompts
-included; --clock process counts this process's processor time instead, for a machine busy with other work (give it one
-thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the draft and a cost profile (`dspark
-calibrate`); with --storage or --profile the costs are measured here first.
+must give the same ids; the order rotates from repetition to repetition. The ratio is the median over repetitions of
+scheduled / the mode that is best over all of them, with a bootstrap interval over repetitions. Tokens a second are end
+to end, prompts included; --clock process counts this process's processor time instead, for a machine busy with other
+work (give it one thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the draft and a cost profile
+(`dspark calibrate`); with --storage or --profile the costs are measured here first.
 
 Simulated: rounds of a real draft (rounds.npz of `dspark calibrate --out`), each user going through those of a prompt
 after another, on a GPU whose passes take what the file's figures say (its comment has the formula). Gate and schedule
@@ -143,16 +144,22 @@ class Measured:
                 runs[mode].append(load)
         apart = {mode: sum(a != b for a, b in zip(ids[mode], ids["plain"], strict=True)) for mode in MODES}
         figures = {mode: [load.figures(users) for load in loads] for mode, loads in runs.items()}
-        best = [
-            max(f[turn]["tokens_per_s"] for m, f in figures.items() if m != "scheduled")
-            for turn in range(len(runs["plain"]))
-        ]
-        ratios = [f["tokens_per_s"] / other for f, other in zip(figures["scheduled"], best, strict=True)]
+        modes = {mode: {key: median(f[key] for f in all_) for key in all_[0]} for mode, all_ in figures.items()}
+        best = max((mode for mode in MODES if mode != "scheduled"), key=lambda mode: modes[mode]["tokens_per_s"])
+        pairs = zip(figures["scheduled"], figures[best], strict=True)
+        ratios = [ours["tokens_per_s"] / other["tokens_per_s"] for ours, other in pairs]
+        low, high = interval(ratios, self.args.seed)
         return {
             "users": users,
             "prompts": len(prompts),
-            "modes": {mode: {key: median(f[key] for f in all_) for key in all_[0]} for mode, all_ in figures.items()},
-            "scheduled_over_best_other": {"median": median(ratios), "turns": ratios},
+            "modes": modes,
+            "scheduled_over_best_other": {
+                "other": best,
+                "median": median(ratios),
+                "low": low,
+                "high": high,
+                "turns": ratios,
+            },
             "answers_other_than_plain": apart,
         }
 
@@ -167,6 +174,13 @@ class Measured:
                 load.add(record)
         load.seconds = clock() - start
         return load, [answers[index] for index in sorted(answers)]
+
+
+def interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
+    """95 % of medians of turns drawn again, with replacement."""
+    drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 # Simulated
@@ -273,8 +287,10 @@ def simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(name: str, level: dict[str, Any]) -> None:
     cells = [f"{mode} {one['tokens_per_s']:9.1f} ({one['scheduled']:.2f})" for mode, one in level["modes"].items()]
-    ratio = level["scheduled_over_best_other"]["median"]
-    print(f"{name:<24}{level['users']:>5} users: {'  '.join(cells)}  ratio {ratio:.3f}", file=sys.stderr, flush=True)
+    ratio = level["scheduled_over_best_other"]
+    known = f" ({ratio['low']:.3f} to {ratio['high']:.3f}, {ratio['other']})" if "low" in ratio else ""
+    text = f"{name:<24}{level['users']:>5} users: {'  '.join(cells)}  ratio {ratio['median']:.3f}{known}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def draw(levels_of: dict[str, list[dict[str, Any]]], path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.decoding.conftest import bigram_draft, draft_config
 
 from dspark.calibration.cost import CostProfile
-from dspark.calibration.export import export
+from dspark.calibration.export import COSTS_FLAG, TEMPERATURES_FLAG, export, read_exported
 from dspark.calibration.profiles import changes, measure_profile, profile_path
 from dspark.calibration.rounds import Rounds, collect_rounds
 from dspark.calibration.schedule import choose_schedule
@@ -236,6 +236,9 @@ def test_exports_are_what_the_engines_read(target: TransformersTarget, folder: P
     assert tokens == sorted(set(tokens)) and len(tokens) == len(rates) and costs["max_batch_tokens"] >= tokens[-1]
     assert all(a >= b > 0 for a, b in pairwise(rates))
     assert any("static" in note for note in notes)
+    assert set(read_exported(tmp_path / "sgl", 7)) == {TEMPERATURES_FLAG, COSTS_FLAG}
+    shorter, _ = export("sglang", tmp_path / "sgl", "d", 3, stored, None)
+    assert json.loads(shorter[0].read_text())["temperatures"] == list(stored.temperatures[:3])
     [path], notes = export("vllm", tmp_path / "vllm", "d", 7, None, None)
     assert json.loads(path.read_text()) == {
         "method": "dspark",

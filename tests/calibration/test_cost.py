@@ -35,6 +35,7 @@ def test_measured_on_a_pair(target: TransformersTarget, draft: DSparkDraft, tmp_
     settings = found.settings
     assert (settings.context, settings.n, settings.repeats, settings.dtype) == (60, 3, 2, "float32")
     assert found.machine["torch"] and found.verify_seconds(5) > 0 and found.draft_seconds(3) > 0
+    assert found.context_seconds(60) == pytest.approx(60 * found.context_token) and found.context_token > 0
     path = tmp_path / "runs" / "cost.json"
     found.save(path)
     assert CostProfile.load(path) == found

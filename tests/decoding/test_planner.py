@@ -11,10 +11,11 @@ import torch
 from tests.decoding.conftest import PROMPTS, bigram_draft, draft_config
 from tests.decoding.laws import chi_square_p, reference_law, shift_two_percent
 
+from dspark.decoding.drafting import Proposal
 from dspark.decoding.engine import Engine
 from dspark.decoding.planner import Fixed, Planner, Threshold
 from dspark.decoding.proposers import NoProposer, make_proposer
-from dspark.decoding.request import Request, SamplingSettings
+from dspark.decoding.request import Active, NoState, Request, Round, SamplingSettings
 from dspark.drafts.dspark import DSparkDraft
 
 MODES = ["auto", "early-stop", "delayed"]
@@ -184,6 +185,59 @@ def test_shorter_drafts_are_taken_where_they_pay(target, draft):
     results = serve(target, draft, asked(times=4), Planner(prices, 7), 1)
     widths = Counter(r.proposed for result in results for r in result.rounds)
     assert widths[3] > 5 * widths[7]
+
+
+def idle_request():
+    return Active(0, Request([0]), "greedy", 0, [0], 100, frozenset(), NoState())
+
+
+def play(planner, batch, rounds, beside=0, reading=0, took=lambda drafted: None):
+    """Rounds without an engine: every slot has a confidence of 0.7, the first draft is accepted. Who drafted."""
+    seen = []
+    for _ in range(rounds):
+        drafting, width = planner.choose(batch, beside, reading)
+        width = width or planner.n
+        proposals = [Proposal([0] * width, [None] * width, [0.7] * width) for _ in drafting]
+        planner.cut(drafting, proposals)
+        for active, proposal in zip(drafting, proposals, strict=True):
+            record = Round(width, len(proposal.tokens), min(1, len(proposal.tokens)))
+            planner.learn(active, proposal, record)
+        if (seconds := took(bool(drafting))) is not None:
+            planner.took(seconds)
+        seen.append(bool(drafting))
+    return seen
+
+
+def test_in_a_batch_that_fills_up_tokens_are_worth_what_they_are_in_the_full_one():
+    for reading, expected in ((0, True), (7, False)):
+        planner = Planner(Prices(0.1, 0.2), 7)
+        batch = [idle_request()]
+        play(planner, batch, 1)
+        drafted = play(planner, batch, 40, beside=100, reading=reading)
+        assert (np.mean(drafted) > 0.9) == expected, reading
+
+
+def test_a_context_far_behind_is_part_of_the_price():
+    for seconds, expected in ((0.0, True), (0.1, False)):
+        prices = Prices(0.1, 0.2)
+        prices.context_seconds = lambda tokens, seconds=seconds: seconds * tokens
+        planner, batch = Planner(prices, 7), [idle_request()]
+        play(planner, batch, 1)
+        batch[0].pending.append(torch.zeros(400, 4))
+        assert (np.mean(play(planner, batch, 40)) > 0.9) == expected
+
+
+def test_rounds_that_take_longer_than_their_costs_say():
+    """Only where those with drafts do so by more than plain ones; who drafts knows what plain ones take."""
+
+    def shares(plain, drafted):
+        planner, batch = Planner(Prices(0.1, 0.3), 7), [idle_request()]
+        took = play(planner, batch, 1000, took=lambda drafts: (drafted if drafts else plain) * planner._predicted)
+        return np.mean(took[500:])
+
+    assert shares(1.0, 1.0) > 0.95 and shares(1.3, 1.3) > 0.95
+    assert shares(1.0, 1.5) < 0.1
+    assert shares(1.0, 0.9) > 0.95
 
 
 @pytest.mark.slow

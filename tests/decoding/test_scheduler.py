@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.decoding.laws import chi_square_p
 
 from dspark.decoding.request import SamplingSettings
-from dspark.decoding.scheduler import above, budget, early_stop, look_ahead, spend, survivals, worth_drafting
+from dspark.decoding.scheduler import above, alone, budget, early_stop, look_ahead, spend, survivals, worth_drafting
 from dspark.decoding.verify import draft_token, verify_rejection
 
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.9, 1.0])  # with ties
@@ -59,6 +59,13 @@ def test_looking_ahead_finds_the_best_of_all_schedules(case):
     assert theta(*case, found) == pytest.approx(best, rel=1e-12)
     assert theta(*case, found) >= theta(*case, early_stop(*case)) - 1e-12
     assert theta(*case, spend(survival, budget(*case))) == pytest.approx(best, rel=1e-12)
+
+
+@given(rounds(most_rows=1))
+def test_a_request_alone_gets_what_it_gets_among_others(case):
+    survival, seconds, rows = case
+    for ahead, among in ((True, look_ahead), (False, early_stop)):
+        assert alone(survival[0].tolist(), seconds.tolist(), rows, ahead) == among(survival, seconds, rows)[0]
 
 
 @given(rounds(), st.data())

@@ -64,6 +64,7 @@ def calibrate_command(
         Literal["sglang", "vllm"] | None, typer.Option("--export", help="Write an engine's files of what is stored.")
     ] = None,
     export_out: Annotated[Path | None, typer.Option(help="Folder for them.")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="Draft tokens a round that the engine runs; all.")] = None,
 ) -> None:
     """Calibrate a draft's confidences and measure what passes cost here, for scheduled verification."""
     if profile_only and no_profile:
@@ -71,7 +72,9 @@ def calibrate_command(
     folder, drafted = draft_folder(draft), load_named_draft(draft)
     sha256 = weights_sha256(drafted)
     if export_for is not None:
-        return _export(export_for, export_out, target, drafted, draft, folder, sha256)
+        return _export(export_for, export_out, target, drafted, n, folder, sha256)
+    if n is not None:
+        raise DsparkError("n", n, "is for --export alone; all of the draft's slots are calibrated")
     ways = [name for name, given in (("rounds", rounds), ("rows", rows), ("suite", suite or data)) if given]
     if len(ways) != 1 and not profile_only:
         named = " and ".join(ways) or None
@@ -272,16 +275,18 @@ def _export(
     out: Path | None,
     target: str,
     draft: Draft,
-    name: str,
+    n: int | None,
     folder: Path,
     sha256: str,
 ) -> None:
     if out is None:
         raise DsparkError("export_out", None, "give the folder that the files go to")
-    known = know(load_target(target), draft, folder, draft.config.gamma, sha256)
+    width = draft.config.gamma if n is None else n
+    draft.config.slots(width)
+    known = know(load_target(target), draft, folder, width, sha256)
     for line in known.missing:
         console.print(f"left out: {line}")
-    paths, notes = export(engine, out, str(folder), draft.config.gamma, known.calibration, known.profile)
+    paths, notes = export(engine, out, str(folder), width, known.calibration, known.profile)
     for path in paths:
         typer.echo(f"written to {path}")
     for note in notes:

@@ -53,6 +53,7 @@ class CompiledDraft:
         if markov is not None and markov.kind == "vanilla" and packable(markov.markov_w2.weight):
             self._w1, self._w2 = markov.markov_w1.weight.detach(), pack(markov.markov_w2.weight)
         self._ids = draft.draft_ids if config.reduced else None
+        self._confidence: tuple[Tensor, Tensor] | None = None
 
     def write_context(self, batch: Sequence[tuple[DraftContext, Tensor]]) -> None:
         """See `DSparkDraft.write_context`, which has checked the batch."""
@@ -77,6 +78,22 @@ class CompiledDraft:
             return None
         tokens = markov_tokens(base.contiguous(), self._w1, self._w2, first, self._ids)
         return None if bool((tokens < 0).any()) else tokens
+
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """See `DSparkDraft.confidence`: w . [h ; W1[x]] + b, with W1's part and b kept as one number a token."""
+        if self._confidence is None:
+            self._confidence = self._confidence_weights()
+        weight, of_token = self._confidence
+        return hidden @ weight + (of_token if of_token.dim() == 0 else of_token[before])
+
+    def _confidence_weights(self) -> tuple[Tensor, Tensor]:
+        head, markov = self._draft.confidence_head, self._draft.markov_head
+        assert head is not None  # whoever asks has seen that there is one
+        weight, bias = head.proj.weight.detach()[0].float(), head.proj.bias.detach()[0].float()
+        width = self._draft.config.hidden_size
+        if not head.with_markov or markov is None:
+            return weight, bias
+        return weight[:width].contiguous(), markov.markov_w1.weight.detach().float() @ weight[width:] + bias
 
 
 def compile_draft(draft: DSparkDraft) -> CompiledDraft | None:

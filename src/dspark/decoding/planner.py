@@ -18,7 +18,7 @@ import numpy as np
 
 from dspark.decoding.drafting import Proposal
 from dspark.decoding.request import Active, Round
-from dspark.decoding.scheduler import Floats, above, budget, early_stop, look_ahead, spend, survivals
+from dspark.decoding.scheduler import Floats, Lengths, above, alone, budget, early_stop, look_ahead, spend, survivals
 
 Mode = Literal["auto", "early-stop", "delayed"]
 LEVELS = np.linspace(0.0, 0.95, 20)
@@ -26,7 +26,7 @@ LEVELS = np.linspace(0.0, 0.95, 20)
 MEMORY = 16
 """Rounds after which a request's past counts 1 / e."""
 POOL_MEMORY = 128
-HOLD = 4
+HOLD = 8
 """Rounds that a decision of the gate holds for, while the same requests are in them."""
 FIRST = 8
 """Requests that draft while nothing is known yet."""
@@ -153,8 +153,8 @@ class Planner:
         shape = (2, len(self.widths), len(LEVELS))
         self.pool = Outlook(np.zeros(shape), [1.2] * n, [2.0] * n)
         self._fits, self._credit = 1.0, 0.0  # accepted / predicted; seconds that probes may take
-        # rounds that the gate has not looked at yet: who drafted with which survivals, and what became of them
-        self._survived: list[tuple[Sequence[Active], Floats]] = []
+        # rounds that the gate has not looked at yet: who drafted with which confidences, and what became of them
+        self._survived: list[tuple[Sequence[Active], list[Sequence[float]]]] = []
         self._records: list[tuple[Active, Proposal, Round]] = []
         self._rows, self._drafted = 0, 0.0  # of the round that is being planned
         self._seconds: Floats = np.zeros(1)  # its verification, with 0, 1, ... drafts in it
@@ -274,23 +274,30 @@ class Planner:
         if not drafting:
             return
         confidences = [self._confidences(a, p) for a, p in zip(drafting, proposals, strict=True)]
-        survival = survivals(confidences, self._held[2])
+        self._survived.append((drafting, confidences))
+        if len(drafting) == 1 and self.mode != "delayed":
+            ahead = self.mode == "auto" and drafting[0].rule != "rejection"
+            survival = list(accumulate(confidences[0], mul))
+            seconds = (self._drafted + self._seconds[: len(survival) + 1]).tolist()
+            lengths = [alone(survival, seconds, self._rows, ahead)]
+        else:
+            lengths = self._lengths(drafting, survivals(confidences, self._held[2])).tolist()
+        for proposal, length in zip(proposals, lengths, strict=True):
+            proposal.cut(length)
+        if self._predicted is not None:
+            self._predicted += float(self._seconds[sum(lengths)] - self._seconds[0])
+
+    def _lengths(self, drafting: Sequence[Active], survival: Floats) -> Lengths:
         seconds = self._drafted + self._seconds
         if self.mode == "delayed":
             lengths = spend(survival, self._delayed(drafting, seconds))
-        elif self.mode == "early-stop":
-            lengths = early_stop(survival, seconds, self._rows)
-        else:
-            lossless = [active.rule != "rejection" for active in drafting]
-            lengths = look_ahead(survival, seconds, self._rows, None if all(lossless) else np.array(lossless))
-        if self.mode == "delayed":
             for active, row in zip(drafting, survival, strict=True):
                 active.outlook.recent.append(row)
-        self._survived.append((drafting, survival))
-        for proposal, length in zip(proposals, lengths.tolist(), strict=True):
-            proposal.cut(length)
-        if self._predicted is not None:
-            self._predicted += float(self._seconds[lengths.sum()] - self._seconds[0])
+            return lengths
+        if self.mode == "early-stop":
+            return early_stop(survival, seconds, self._rows)
+        lossless = [active.rule != "rejection" for active in drafting]
+        return look_ahead(survival, seconds, self._rows, None if all(lossless) else np.array(lossless))
 
     def _confidences(self, active: Active, proposal: Proposal) -> Sequence[float]:
         if proposal.confidence:
@@ -328,8 +335,8 @@ class Planner:
     def _remember(self) -> None:
         """Add survivals [R, width], and what they would have been further on, to what is promised; all rounds since
         the last decision have the same width."""
-        whole = np.concatenate([survival for _, survival in self._survived])
-        width = whole.shape[1]
+        width = self._held[2]
+        whole = survivals([one for _, confidences in self._survived for one in confidences], width)
         if width < self.n:
             whole = np.concatenate((whole, whole[:, -1:] * np.cumprod(self.pool.rates[width:])), axis=1)
         counted = (whole[:, None, :] >= LEVELS[:, None]).astype(np.float64)  # [R, levels, n]

@@ -91,7 +91,7 @@ class DSparkProposer(DraftProposer):
         given = [(1.0, 0.0)] * self.n if scaling is None else list(scaling)
         if len(given) < self.n:
             raise DsparkError("scaling", f"{len(given)} slots", f"must have one pair for each of {self.n}")
-        self._scales, self._offsets = torch.tensor(given, dtype=torch.float64).T
+        self._scales, self._offsets = torch.tensor(given).T
 
     @torch.no_grad()
     def propose(self, batch: Sequence[Active], n: int | None = None) -> list[Proposal]:
@@ -131,7 +131,7 @@ class DSparkProposer(DraftProposer):
         count = before.shape[1]
         survives = self.draft.confidence(hidden[:, :count], before)
         assert survives is not None  # a draft without the head gives none, and then none is asked for
-        scaled = (survives.double() * self._scales[:count] + self._offsets[:count]).sigmoid()
+        scaled = torch.addcmul(self._offsets[:count], survives.float(), self._scales[:count]).sigmoid_()
         for proposal, row in zip(proposals, scaled.tolist(), strict=True):
             proposal.confidence = row[: len(proposal.tokens)]
 

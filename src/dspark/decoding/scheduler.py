@@ -68,6 +68,18 @@ def look_ahead(survival: Floats, seconds: Floats, rows: int, lossless: NDArray[n
     return lengths
 
 
+def alone(survival: Sequence[float], seconds: Sequence[float], rows: int, ahead: bool) -> int:
+    """How many slots of a request that drafts alone: `look_ahead`, or `early_stop`, without a sort. survival [n]."""
+    best, length, tokens = rows / seconds[0], 0, float(rows)
+    for k, value in enumerate(survival, 1):
+        tokens += value
+        if tokens / seconds[k] > best:
+            best, length = tokens / seconds[k], k
+        elif not ahead:
+            break
+    return length
+
+
 def budget(survival: Floats, seconds: Floats, rows: int) -> int:
     """How many draft tokens have the largest theta; for survivals that decide nothing about their own round."""
     return int(np.argmax(rates(ranked(survival)[1], seconds, rows)))

@@ -34,6 +34,9 @@ class CompiledPasses(Protocol):
     def block_hidden(self, contexts: Sequence[DraftContext], x: Tensor, slots: int, n: int) -> Tensor:
         """Embedded blocks x [R * slots, d] -> [R, n, d]; see `DSparkDraft.block_hidden`."""
 
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """See `DSparkDraft.confidence`, which has seen that there is a head."""
+
 
 @dataclass
 class _Bound:
@@ -300,6 +303,8 @@ class DSparkDraft(Backbone):
         """Logits that slot k survives given that those before did: [..., d], [...] -> [...]; None without the head."""
         if self.confidence_head is None:
             return None
+        if self.compiled is not None:
+            return self.compiled.confidence(hidden, prev_ids)
         previous = None
         if self.confidence_head.with_markov and self.markov_head is not None:
             previous = self.markov_head.markov_w1(prev_ids)

@@ -8,6 +8,7 @@ import shlex
 import pytest
 from tests.decoding.conftest import draft_config
 
+from dspark.calibration.export import COSTS_FLAG, TEMPERATURES_FLAG
 from dspark.errors import DsparkError
 from dspark.serving.launch.command import MODE, Wish, compose
 from dspark.serving.launch.engines import ENGINES, engine
@@ -145,6 +146,55 @@ def test_compact_verification_is_an_environment_variable_of_sglang():
     command = built("sglang", adaptive=True)
     assert command.environment == {MODE: "compact"}
     assert command.text().startswith(f"{MODE}=compact \\\n  sglang serve \\\n")
+
+
+def exported(folder, temperatures=(1.5,) * 7, tokens=(1, 8), rates=(90.0, 50.0)):
+    folder.mkdir()
+    table = {"sample_batch_tokens": tokens, "sample_steps_per_sec": rates, "max_batch_tokens": 8}
+    (folder / "temperatures.json").write_text(json.dumps({"temperatures": temperatures}))
+    (folder / "costs.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_exported_files_are_passed(tmp_path):
+    folder = exported(tmp_path / "files", [1.5] * 3)
+    command = built("sglang", n=3, adaptive=True, exported=folder)
+    assert command.flags[TEMPERATURES_FLAG] == str(folder / "temperatures.json")
+    assert command.flags[COSTS_FLAG] == str(folder / "costs.json")
+    said = "\n".join(notes(engine("sglang"), command, draft_config(), True, True))
+    assert "not passed" not in said and "still verifies" not in said and "measured elsewhere" in said
+    (folder / "costs.json").unlink()
+    assert COSTS_FLAG not in built("sglang", n=3, adaptive=True, exported=folder).flags
+    static = built("sglang", n=3, exported=folder)
+    assert "are passed, and not used" in "\n".join(notes(engine("sglang"), static, draft_config(), True))
+    without = built("sglang", n=3, adaptive=True)
+    assert "temperatures are not passed" in "\n".join(notes(engine("sglang"), without, draft_config(), False, True))
+    vllm = built("vllm", n=3, adaptive=True, exported=folder)
+    assert vllm.flags == built("vllm", n=3, adaptive=True).flags
+    assert "nothing is used" in "\n".join(notes(engine("vllm"), vllm, draft_config(), True))
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "wish", "message"),
+    [
+        ("sglang", {}, {"n": 3}, "has 7 temperatures, a round 3 draft tokens"),
+        ("sglang", {"temperatures": [0.0] * 7}, {}, "temperatures.0: Input should be greater than 0"),
+        ("sglang", {"rates": [1.0]}, {}, "must have a rate for each number of tokens"),
+        ("sglang", {"tokens": [8, 1]}, {}, "in rising order"),
+        ("sglang", {}, {"flags": {COSTS_FLAG: "x"}}, "is given by --exported"),
+        ("llamacpp", {}, {}, "llama.cpp has no scheduler"),
+    ],
+)
+def test_exported_files_that_do_not_fit(tmp_path, key, content, wish, message):
+    folder = exported(tmp_path / "files", **content)
+    with pytest.raises(DsparkError, match=message):
+        built(key, n=wish.pop("n", 7), exported=folder, **wish)
+
+
+def test_a_folder_without_exported_files(tmp_path):
+    (tmp_path / "torn.json").write_text("{")
+    with pytest.raises(DsparkError, match=r"has no temperatures.json or costs.json"):
+        built("sglang", exported=tmp_path)
 
 
 def test_further_flags_are_checked_and_merged():

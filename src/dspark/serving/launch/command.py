@@ -6,8 +6,10 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from dspark.calibration.export import read_exported
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.eagle3_config import Eagle3Config
 from dspark.drafts.kinds import Config
@@ -22,7 +24,8 @@ MODE = "SGLANG_RAGGED_VERIFY_MODE"
 class Wish:
     """What is to be served, and how. None: as the published command has it, or the engine's own default.
 
-    target, draft: as the engine takes them. adaptive: verify by the draft's confidence. flags: further ones.
+    target, draft: as the engine takes them. adaptive: verify by the draft's confidence. exported: folder of what
+    `dspark calibrate --export` wrote. flags: further ones.
     """
 
     target: str
@@ -33,6 +36,7 @@ class Wish:
     host: str | None = None
     port: int | None = None
     adaptive: bool = False
+    exported: Path | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,6 +83,9 @@ def compose(engine: Engine, wish: Wish, config: Config | None, published: Mappin
         if value is not None:
             engine.check(name, value)
             flags[name] = _merged(flags.get(name), value)
+    for name, path in _exported(engine, wish, n).items():
+        engine.check(name, str(path))
+        flags[name] = str(path)
     for name, value in wish.flags.items():
         engine.check(name, value)
         flags[name] = _merged(flags.get(name), value)
@@ -133,6 +140,19 @@ def _llamacpp(wish: Wish, n: int, method: str) -> Flags:
         "spec-type": f"draft-{method}",
         "spec-draft-n-max": n,
     }
+
+
+def _exported(engine: Engine, wish: Wish, n: int) -> dict[str, Path]:
+    """SGLang's flags for exported files. Raises DsparkError where they cannot be passed."""
+    if wish.exported is None or engine.key == "vllm":
+        return {}
+    if engine.key == "llamacpp":
+        raise DsparkError("exported", str(wish.exported), "llama.cpp has no scheduler that would read it")
+    found = read_exported(wish.exported, n)
+    for name in found:
+        if name in wish.flags:
+            raise DsparkError("flag", name, "is given by --exported; leave one of them out")
+    return found
 
 
 def _method(config: Config | None) -> str:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dspark.checkpoints.builtin import EMBEDDED_DRAFT
+from dspark.calibration.stored import CALIBRATION_FILE
+from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
 from dspark.checkpoints.read import GGUF_SUFFIX
 from dspark.doctor.draft import read_draft
 from dspark.doctor.facts import TargetFacts, target_facts
@@ -46,6 +47,9 @@ def launch_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Let confidence choose what is verified.")] = False,
+    exported: Annotated[
+        Path | None, typer.Option(help="Folder that `dspark calibrate --export` wrote: temperatures and costs.")
+    ] = None,
     flag: Annotated[
         list[str] | None, typer.Option(help="Further engine flag, NAME or NAME=VALUE; repeatable. Unknown: refused.")
     ] = None,
@@ -65,9 +69,10 @@ def launch_command(
         raise DsparkError("target", target, "llama.cpp needs the target as a file: give --target FILE.gguf")
     there = ready_target(name, target)
     prepared = ready_draft(name, there, draft, out)
-    wish = Wish(there, prepared.path, n, tp, context, host, port, adaptive, wanted)
+    wish = Wish(there, prepared.path, n, tp, context, host, port, adaptive, exported, wanted)
     command = compose(chosen, wish, prepared.config, _flags(published, name))
-    _say([*_unpublished(chosen, published), *notes(chosen, command, prepared.config)])
+    calibrated = (draft_folder(draft) / CALIBRATION_FILE).is_file()
+    _say([*_unpublished(chosen, published), *notes(chosen, command, prepared.config, exported is not None, calibrated)])
     _doctor(chosen, target, draft, prepared, context_of(chosen, command.flags))
     if dry_run:
         first = f"{shlex.join(prepared.command)} &&\n" if prepared.convert is not None else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dspark.calibration.export import COSTS_FLAG, TEMPERATURES_FLAG
 from dspark.drafts.config import DraftConfig
 from dspark.drafts.kinds import Config
 from dspark.serving.launch.command import MODE, Command
@@ -11,14 +12,17 @@ from dspark.serving.launch.engines import Engine
 from dspark.serving.launch.flags import CONTEXT, DCP, PARALLEL, context_of, number
 
 
-def notes(engine: Engine, command: Command, config: Config | None) -> list[str]:
-    """One line each."""
+def notes(
+    engine: Engine, command: Command, config: Config | None, exported: bool = False, calibrated: bool = False
+) -> list[str]:
+    """One line each. exported: whether files of a calibration were given; calibrated: whether the draft has one."""
     own = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[engine.key]
     lost = f"is not in {engine.name} {engine.version} and is left out of the published command"
     return [
         *(f"--{name} {lost}" for name in command.dropped),
         *_context(engine, command, config),
         *own(command, config),
+        *_calibration(engine, command, exported, calibrated),
     ]
 
 
@@ -74,8 +78,8 @@ def _sglang(command: Command, config: Config | None) -> Iterator[str]:
         )
     elif not adaptive and _has_confidence(config):
         yield f"{MODE} is static unless set: the confidence head is not used; --adaptive sets compact"
-    if adaptive and "speculative-dspark-sps-table-path" not in flags:
-        yield "without --flag speculative-dspark-sps-table-path=FILE (a cost table) compact still verifies every token"
+    if adaptive and COSTS_FLAG not in flags:
+        yield f"without --exported, or --flag {COSTS_FLAG}=FILE (a cost table), compact still verifies every token"
     if "max-running-requests" not in flags and flags["speculative-algorithm"] == "DSPARK":
         yield "without --flag max-running-requests=N SGLang sets it to 48"
 
@@ -84,6 +88,23 @@ def _llamacpp(command: Command, config: Config | None) -> Iterator[str]:
     yield "spec-draft-n-max is always given: llama.cpp's own is 3"
     yield "a draft that does not load only logs a line and answers come plain: look for draft_n in their timings"
     yield "llama.cpp drafts greedily: at a temperature fewer of its tokens are accepted"
+
+
+def _calibration(engine: Engine, command: Command, exported: bool, calibrated: bool) -> Iterator[str]:
+    """What becomes of temperatures and costs."""
+    if engine.key == "vllm" and exported:
+        yield "vLLM has no place for temperatures and measures its own costs: of the exported folder nothing is used"
+    if engine.key != "sglang":
+        return
+    if exported and MODE not in command.environment:
+        yield f"{MODE} is static unless set: temperatures and costs are passed, and not used; --adaptive sets compact"
+    if COSTS_FLAG in command.flags:
+        yield "costs are of one engine on one machine: a table measured elsewhere schedules wrongly, never incorrectly"
+    if calibrated and MODE in command.environment and TEMPERATURES_FLAG not in command.flags:
+        yield (
+            "the draft's temperatures are not passed: dspark calibrate --draft DRAFT --export sglang --export-out DIR, "
+            "then --exported DIR"
+        )
 
 
 def _has_confidence(config: Config | None) -> bool:
