@@ -4,12 +4,13 @@
     python benchmarks/load.py --simulate benchmarks/gpus.yaml --rounds ROUNDS.npz --out runs/load > gpus.json
 
 Measured: a closed loop, in this process. Every user asks a prompt, waits for the whole answer and asks the next one, so
-that `users` requests are in flight until the prompts run out. All modes answer the same prompts in turns, greedily, and
-must give the same ids; the order rotates from repetition to repetition. The ratio is the median over repetitions of
-scheduled / the mode that is best over all of them, with a bootstrap interval over repetitions. Tokens a second are end
-to end, prompts included; --clock process counts this process's processor time instead, for a machine busy with other
-work (give it one thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the draft and a cost profile
-(`dspark calibrate`); with --storage or --profile the costs are measured here first.
+that `users` requests are in flight until the prompts run out: --asked of each user in a slice, as many slices as make
+--least prompts. All modes answer a slice one after another, greedily, and must give the same ids; the order rotates
+from slice to slice and repetition to repetition. Seconds are the sum over slices of the median over repetitions, the
+ratio is that of the best other mode / that of `scheduled`, with a bootstrap interval over repetitions. Tokens a second
+are end to end, prompts included; --clock process counts this process's processor time instead, for a machine busy with
+other work (give it one thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the draft and a cost
+profile (`dspark calibrate`); with --storage or --profile the costs are measured here first.
 
 Simulated: rounds of a real draft (rounds.npz of `dspark calibrate --out`), each user going through those of a prompt
 after another, on a GPU whose passes take what the file's figures say (its comment has the formula). Gate and schedule
@@ -27,7 +28,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -130,36 +130,36 @@ class Measured:
         return Engine(self.target, proposer, users, prefill_tokens=PREFILL, schedule=schedule)
 
     def level(self, users: int) -> dict[str, Any]:
-        """Every mode at this number of users, `repeats` times in turns."""
+        """Every mode at this number of users: slices of the prompts in turn, `repeats` times."""
         engines = {mode: self.engine(mode, users) for mode in MODES}
         prompts = self.prompts[: max(users * self.args.asked, self.args.least)]
+        size = users * self.args.asked
+        slices = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for engine in engines.values():  # warm-up
             self.serve(engine, prompts[: min(users, 4)], 24)
-        runs: dict[str, list[Load]] = {mode: [] for mode in MODES}
-        ids: dict[str, list[list[int]]] = {}
+        runs: dict[str, list[list[Load]]] = {mode: [[] for _ in slices] for mode in MODES}
+        apart = dict.fromkeys(MODES, 0)
+        names = list(MODES)
         for turn in range(self.args.repeats):
-            names = list(MODES)
-            for mode in [*names[turn % len(names) :], *names[: turn % len(names)]]:
-                load, ids[mode] = self.serve(engines[mode], prompts, self.args.max_tokens)
-                runs[mode].append(load)
-        apart = {mode: sum(a != b for a, b in zip(ids[mode], ids["plain"], strict=True)) for mode in MODES}
-        figures = {mode: [load.figures(users) for load in loads] for mode, loads in runs.items()}
-        modes = {mode: {key: median(f[key] for f in all_) for key in all_[0]} for mode, all_ in figures.items()}
+            for i, part in enumerate(slices):
+                first = (turn + i) % len(names)
+                ids: dict[str, list[list[int]]] = {}
+                for mode in [*names[first:], *names[:first]]:
+                    load, ids[mode] = self.serve(engines[mode], part, self.args.max_tokens)
+                    runs[mode][i].append(load)
+                for mode in MODES:
+                    apart[mode] += sum(a != b for a, b in zip(ids[mode], ids["plain"], strict=True))
+        seconds = {mode: np.array([[load.seconds for load in own] for own in runs[mode]]) for mode in MODES}
+        modes = {mode: together(runs[mode], seconds[mode]).figures(users) for mode in MODES}
         best = max((mode for mode in MODES if mode != "scheduled"), key=lambda mode: modes[mode]["tokens_per_s"])
-        pairs = zip(figures["scheduled"], figures[best], strict=True)
-        ratios = [ours["tokens_per_s"] / other["tokens_per_s"] for ours, other in pairs]
-        low, high = interval(ratios, self.args.seed)
+        ratio, low, high = speedup(seconds[best], seconds["scheduled"], self.args.seed)
         return {
             "users": users,
             "prompts": len(prompts),
+            "slices": len(slices),
             "modes": modes,
-            "scheduled_over_best_other": {
-                "other": best,
-                "median": median(ratios),
-                "low": low,
-                "high": high,
-                "turns": ratios,
-            },
+            "scheduled_over_best_other": {"other": best, "median": ratio, "low": low, "high": high},
+            "seconds": {mode: values.tolist() for mode, values in seconds.items()},
             "answers_other_than_plain": apart,
         }
 
@@ -176,11 +176,28 @@ class Measured:
         return load, [answers[index] for index in sorted(answers)]
 
 
-def interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
-    """95 % of medians of turns drawn again, with replacement."""
-    drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(low), float(high)
+def together(runs: Sequence[Sequence[Load]], seconds: np.ndarray) -> Load:
+    """All slices once: tokens of one repetition, seconds [slices, repeats] as medians, rounds of all repetitions."""
+    whole = Load(tokens=sum(own[0].tokens for own in runs), seconds=float(np.median(seconds, axis=1).sum()))
+    for load in (load for own in runs for load in own):
+        whole.rounds += load.rounds
+        whole.scheduled += load.scheduled
+        whole.proposed += load.proposed
+        whole.accepted += load.accepted
+    return whole
+
+
+def speedup(other: np.ndarray, ours: np.ndarray, seed: int) -> tuple[float, float, float]:
+    """Sums over slices of median seconds over repetitions, other / ours [slices, repeats], and 95 % of what comes out
+    when repetitions are drawn again, with replacement."""
+    generator, repeats = np.random.default_rng(seed), ours.shape[1]
+
+    def ratio(chosen: np.ndarray) -> float:
+        return float(np.median(other[:, chosen], axis=1).sum() / np.median(ours[:, chosen], axis=1).sum())
+
+    drawn = [ratio(generator.integers(repeats, size=repeats)) for _ in range(2000)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return ratio(np.arange(repeats)), float(low), float(high)
 
 
 # Simulated
