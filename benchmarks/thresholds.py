@@ -4,8 +4,8 @@
 
 Every threshold serves the same prompts with `Threshold`, greedily, and must give plain decoding's ids. Nothing is
 timed: a threshold is a diagnosis of the confidence head, whose rising share of accepted drafts says that it ranks them.
-Writes thresholds.png into --out, after the paper's figure 5; a table goes to stderr. Confidences are calibrated where the
-draft has a calibration.json, else raw.
+Writes thresholds.png into --out, after the paper's figure 5; a table goes to stderr. Confidences are calibrated where
+the draft has a calibration.json, else raw.
 """
 
 from __future__ import annotations

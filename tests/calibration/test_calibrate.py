@@ -19,8 +19,8 @@ from dspark.calibration.export import COSTS_FLAG, TEMPERATURES_FLAG, export, rea
 from dspark.calibration.profiles import changes, measure_profile, profile_path
 from dspark.calibration.rounds import Rounds, collect_rounds
 from dspark.calibration.schedule import choose_schedule
-from dspark.calibration.stored import CALIBRATION_FILE, Calibration, read_calibration
-from dspark.checkpoints.native import load_draft, save_draft, weights_sha256
+from dspark.calibration.stored import Calibration, read_calibration
+from dspark.checkpoints.native import CALIBRATION_FILE, load_draft, save_draft, weights_sha256
 from dspark.data.chat import ChatRenderer
 from dspark.data.prompts import Prompt
 from dspark.decoding.engine import Engine

@@ -38,8 +38,17 @@ def test_there_and_back_keeps_files_and_a_head_left_out(tmp_path) -> None:
     assert load_file(tmp_path / "there" / "model.safetensors")["lm_head.weight"].shape == (12288, 576)
     convert(tmp_path / "there", "native", tmp_path / "back")
     assert same_files(source, tmp_path / "back")
-    for name in ("README.md", "training.json", "training_prompts.txt"):
+    for name in ("README.md", "training.json", "training_prompts.txt", "calibration.json"):
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+@pytest.mark.parametrize("ids", [(0, 1, 2), (2, 0, 1)], ids=["as they are", "put in order"])
+def test_a_calibration_goes_with_the_weights_it_was_fitted_on(make_draft, tmp_path, ids) -> None:
+    save_draft(make_draft(**{**FULL, "target_layer_ids": ids}), tmp_path / "draft")
+    (tmp_path / "draft" / "calibration.json").write_text("{}")
+    read = convert(tmp_path / "draft", "vllm", tmp_path / "out")
+    kept = (tmp_path / "out" / "calibration.json").is_file()
+    assert kept == (ids == (0, 1, 2)) != any("calibrate again" in note for note in read.notes)
 
 
 def test_the_shipped_draft_through_a_gguf_file_is_the_same_draft(tmp_path) -> None:

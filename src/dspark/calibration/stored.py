@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dspark.checkpoints.native import CALIBRATION_FILE
 from dspark.data.prompts import write_text
 from dspark.errors import DsparkError
 
-CALIBRATION_FILE = "calibration.json"
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], Annotated[float, Field(allow_inf_nan=False)]]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]

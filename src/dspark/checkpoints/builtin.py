@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dspark.checkpoints.native import CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
+from dspark.checkpoints.native import CALIBRATION_FILE, CARD_FILE, PROMPTS_FILE, TRAINING_FILE, load_draft, save_draft
 from dspark.drafts.kinds import Draft
 from dspark.errors import DsparkError
 
@@ -42,7 +42,7 @@ def ship(folder: str | Path, destination: str | Path | None = None) -> Path:
     folder = Path(folder)
     destination = draft_folder(EMBEDDED_DRAFT) if destination is None else Path(destination)
     draft, texts = load_draft(folder), dict[str, str | None]()
-    for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE):
+    for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE, CALIBRATION_FILE):
         texts[name] = (folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else None
     if texts[CARD_FILE] is None:
         remedy = f"has no {CARD_FILE}; write it: dspark card {folder} --report report.json"

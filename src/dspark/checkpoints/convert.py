@@ -23,6 +23,7 @@ from dspark.checkpoints.hub import draft_source
 from dspark.checkpoints.k3 import RENAMED as K3_RENAMED
 from dspark.checkpoints.k3 import k3_to_json
 from dspark.checkpoints.native import (
+    CALIBRATION_FILE,
     CARD_FILE,
     LM_HEAD,
     PROMPTS_FILE,
@@ -68,13 +69,18 @@ def convert(
     """
     source, out = _check_ends(src, form, out, expanded, kind)
     read = read_checkpoint(source, None if form == "gguf" else target, **stated)
+    moved = False
     if form != "native":
         config, tensors = ascending(read.config, read.tensors, read.notes)
+        moved = config != read.config
         read = replace(read, config=config, tensors=tensors)
-    files = {name: _text(source / name) for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE)}
+    files = {name: _text(source / name) for name in (CARD_FILE, TRAINING_FILE, PROMPTS_FILE, CALIBRATION_FILE)}
     if expanded and read.config.reduced and files[CARD_FILE] is not None:
         files[CARD_FILE] = None
         read.notes.append(f"{CARD_FILE} is left out: its figures are those of the reduced vocabulary")
+    if files[CALIBRATION_FILE] is not None and (moved or (expanded and read.config.reduced)):
+        files[CALIBRATION_FILE] = None
+        read.notes.append(f"{CALIBRATION_FILE} is left out: it is tied to the weights as they were; calibrate again")
     if form == "gguf":
         _write_gguf(read, out, target, kind or "f16")
     elif isinstance(read.config, Eagle3Config):

@@ -35,6 +35,7 @@ _MODEL_TYPES = {ARCHITECTURE: "qwen3", LATENT_ARCHITECTURE: "dspark_latent"}
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 # What may lie beside them: where the draft comes from, hashes of the prompts it was trained on, its card
 TRAINING_FILE, PROMPTS_FILE, CARD_FILE = "training.json", "training_prompts.txt", "README.md"
+CALIBRATION_FILE = "calibration.json"
 LM_HEAD = "lm_head.weight"
 # Lists in JSON, tuples in the config
 _TUPLES = ("layer_types", "target_layer_ids")

@@ -26,8 +26,8 @@ LEVELS = np.linspace(0.0, 0.95, 20)
 MEMORY = 16
 """Rounds after which a request's past counts 1 / e."""
 POOL_MEMORY = 128
-HOLD = 8
-"""Rounds that a decision of the gate holds for, while the same requests are in them."""
+HOLD, HOLD_PLAIN = 8, 32
+"""Rounds that a decision of the gate holds for, with the same requests in them: that some draft, that nobody does."""
 FIRST = 8
 """Requests that draft while nothing is known yet."""
 PROBE_SHARE = 0.005
@@ -38,8 +38,11 @@ MARGIN = 1.02
 """What rounds with drafts must promise over plain ones: nothing is known better than to a percent or two."""
 PACE_MEMORY = 64
 """Rounds over which predicted and real times are compared, and after which a plain one is due for comparison."""
+ENOUGH = 4
+"""Rounds of either kind without which there is no comparing; until then a plain one is due every HOLD."""
 CLEAR = 1.25
-"""What rounds with drafts promise over plain ones where no comparison of times could change that."""
+"""What rounds with drafts promise over plain ones where no comparison of times could change that; so it counts for as
+much at most."""
 
 
 class Schedule(Protocol):
@@ -109,7 +112,7 @@ class Costs(Protocol):
 @dataclass
 class Outlook:
     """What a request, or all of them, has promised so far. promise [2, widths, levels]: survivals, and slots, that a
-    round of that width has above each level; rounds: how many it is made of; idle: rounds since the last of them.
+    round of that width has above each level; rounds: how many it is made of; last: the engine's round of the last one.
 
     taken, tried [n]: rounds in which slot k was accepted, and verified after all before it were; both fade.
     recent: survivals of the last two rounds, in mode "delayed".
@@ -119,12 +122,13 @@ class Outlook:
     taken: list[float]
     tried: list[float]
     rounds: int = 0
-    idle: int = 0
+    last: int = 0
     recent: deque[Floats] = field(default_factory=lambda: deque(maxlen=2))
 
     def copy(self) -> Outlook:
         """For a new request: as much as a few rounds of its own would tell."""
-        return Outlook(self.promise.copy(), [4 * rate for rate in self.rates], [4.0] * len(self.tried))
+        known = min(self.rounds, 4)
+        return Outlook(self.promise.copy(), [4 * rate for rate in self.rates], [4.0] * len(self.tried), known)
 
     @property
     def rates(self) -> list[float]:
@@ -136,6 +140,21 @@ class Outlook:
         for slot in range(min(record.accepted + 1, record.scheduled)):
             self.taken[slot] += (slot < record.accepted) - self.taken[slot] / memory
             self.tried[slot] += 1 - self.tried[slot] / memory
+
+
+@dataclass
+class Decision:
+    """What the gate said for these requests (key): who drafts how many tokens, and for how many more rounds.
+
+    probe: who drafts against expectation when there is credit for its price.
+    """
+
+    key: Hashable
+    kept: list[Active]
+    width: int
+    rounds: int
+    probe: Active | None = None
+    probe_seconds: float = 0.0
 
 
 class Planner:
@@ -157,14 +176,13 @@ class Planner:
         self._survived: list[tuple[Sequence[Active], list[Sequence[float]]]] = []
         self._records: list[tuple[Active, Proposal, Round]] = []
         self._rows, self._drafted = 0, 0.0  # of the round that is being planned
-        self._seconds: Floats = np.zeros(1)  # its verification, with 0, 1, ... drafts in it
+        self._seconds, self._plain = np.zeros(1), 0.0  # its verification, with 0, 1, ... drafts in it, and with none
         self._predicted: float | None = None  # all of it (None: prompts are read as well)
         self._pace = {"plain": 1.0, "drafted": 1.0}  # real / predicted seconds of rounds
         self._paced = {"plain": 0, "drafted": 0}
-        self._since_plain, self._close = 0, True  # rounds; whether their times may decide about drafting
-        # the gate's last decision: for which requests beside how many prompt tokens, who drafts, how wide
-        self._held: tuple[Hashable, list[Active], int] = (None, [], n)
-        self._held_for = 0
+        self._round, self._last_plain = 0, 0
+        self._close = True  # whether the times of rounds may decide about drafting
+        self._decision = Decision(None, [], n, 0)
         self._tables = lru_cache(maxsize=64)(lambda rows, most: costs.verify_table(rows, most))
         self._drafts = lru_cache(maxsize=64)(
             lambda count: np.array([costs.draft_seconds(count, width) for width in self.widths])
@@ -178,31 +196,45 @@ class Planner:
         if not able:
             return [], None
         key = (tuple(able), len(ready), beside, reading)
-        if key == self._held[0] and self._held_for < HOLD:
-            self._held_for += 1
-        else:
-            self._look_back()
-            self._rows = len(ready) + reading
-            self._seconds = self._verification(len(ready), beside, reading)
-            outlooks = [self._outlook(active) for active in able]
-            found = self._gate(able, outlooks) if self.pool.rounds else (able[:FIRST], self.n)
-            self._held, self._held_for = (key, *found), 1
-        _, kept, width = self._held
-        for active in able:
-            active.outlook.idle += 1
-        self._since_plain += 1
-        drafting = kept
-        if self._close and self._since_plain > PACE_MEMORY:
+        if key != self._decision.key or not self._decision.rounds:
+            self._decision = self._decide(key, able, len(ready), beside, reading)
+        decision = self._decision
+        decision.rounds -= 1
+        self._round += 1
+        drafting = decision.kept
+        if self._close and self._round - self._last_plain > (PACE_MEMORY if self._compared else HOLD):
             drafting = []
-        elif self.pool.rounds and len(kept) < len(able):
-            chosen = set(kept)
-            drafting = kept + self._probe([active for active in able if active not in chosen], width)
+        elif decision.probe is not None:
+            self._credit += PROBE_SHARE * self._plain
+            if self._credit >= decision.probe_seconds:
+                drafting = [*drafting, decision.probe]
+                self._credit, decision.rounds = 0.0, 0
+        self._last_plain = self._last_plain if drafting else self._round
+        late = 0.0
         for active in drafting:
-            active.outlook.idle = 0
-        self._drafted = self.costs.draft_seconds(len(drafting), width) if drafting else 0.0
-        late = sum(self.costs.context_seconds(_behind(active)) for active in drafting)
-        self._predicted = None if beside or reading else self._drafted + late + float(self._seconds[0])
-        return drafting, width
+            active.outlook.last = self._round
+            late += self.costs.context_seconds(_behind(active))
+        at = self.widths.index(decision.width)
+        self._drafted = float(self._drafts(len(drafting))[at]) if drafting else 0.0
+        self._predicted = None if beside or reading else self._drafted + late + self._plain
+        return drafting, decision.width
+
+    def _decide(self, key: Hashable, able: list[Active], rows: int, beside: int, reading: int) -> Decision:
+        """The gate, over what was learnt so far, and who is to be probed next."""
+        self._look_back()
+        self._rows, self._seconds = rows + reading, self._verification(rows, beside, reading)
+        self._plain = float(self._seconds[0])
+        outlooks = [self._outlook(active) for active in able]
+        if not self.pool.rounds:
+            return Decision(key, able[:FIRST], self.n, HOLD)
+        kept, width = self._gate(able, outlooks)
+        decision = Decision(key, kept, width, HOLD if kept else HOLD_PLAIN)
+        if len(kept) < len(able):
+            chosen = set(kept)
+            closed = (active for active in able if active not in chosen)
+            decision.probe = min(closed, key=lambda active: active.outlook.last)
+            decision.probe_seconds = self._probe_seconds(decision.probe, width)
+        return decision
 
     def _outlook(self, active: Active) -> Outlook:
         if active.outlook is None:
@@ -213,7 +245,7 @@ class Planner:
         """Those that a round is expected to be faster with than a plain one, and the best width."""
         promises = np.stack([one.promise for one in outlooks])
         seconds, rows = self._seconds, self._rows
-        plain = MARGIN * self._pace["drafted"] / self._pace["plain"] * rows / seconds[0]
+        plain = MARGIN * self._slower() * rows / seconds[0]
         late = np.array([self._late(active) for active in able])
 
         def expected(kept: Floats, count: int, behind: float) -> tuple[Floats, Floats]:
@@ -237,22 +269,26 @@ class Planner:
         open_ = rate[best].max() > plain
         return [able[i] for i in kept] if open_ else [], self.widths[best] if open_ else self.n
 
-    def _probe(self, closed: Sequence[Active], width: int) -> list[Active]:
-        """Sometimes one of those that should not draft: the one that has not done so for longest."""
-        if not closed:
-            return []
+    @property
+    def _compared(self) -> bool:
+        """Whether enough rounds of both kinds were timed."""
+        return min(self._paced.values()) >= ENOUGH
+
+    def _slower(self) -> float:
+        """Real over predicted seconds of rounds with drafts, against those of plain ones."""
+        if not self._compared:
+            return 1.0
+        return min(max(self._pace["drafted"] / self._pace["plain"], 1 / CLEAR), CLEAR)
+
+    def _probe_seconds(self, active: Active, width: int) -> float:
+        """What a round costs in which one of those drafts that should not, its accepted tokens taken off."""
         seconds = self._seconds
-        self._credit += PROBE_SHARE * seconds[0]
-        active = max(closed, key=lambda one: one.outlook.idle)
         tokens, slots = (active.outlook.promise[i, self.widths.index(width)].max() for i in (0, 1))
-        cost = self.costs.draft_seconds(1, width) + self.costs.context_seconds(_behind(active))
-        cost += np.interp(slots / 2, np.arange(len(seconds)), seconds)
-        cost -= seconds[0] * (1 + self._fits * tokens / self._rows)  # what its accepted tokens would take plainly
-        cost = max(cost, 0.2 * self.costs.draft_seconds(1, width))
-        if self._credit < cost:
-            return []
-        self._credit = 0.0
-        return [active]
+        drafted = self.costs.draft_seconds(1, width)
+        cost = drafted + self.costs.context_seconds(_behind(active))
+        cost += float(np.interp(slots / 2, np.arange(len(seconds)), seconds))
+        cost -= self._plain * (1 + self._fits * tokens / self._rows)  # what those tokens would take plainly
+        return max(cost, 0.2 * drafted)
 
     def _verification(self, rows: int, beside: int, reading: int) -> Floats:
         """Seconds with 0, 1, ... drafts, [rows * n + 1]. Prompt tokens in the same pass are due anyway: a draft costs
@@ -281,18 +317,18 @@ class Planner:
             seconds = (self._drafted + self._seconds[: len(survival) + 1]).tolist()
             lengths = [alone(survival, seconds, self._rows, ahead)]
         else:
-            lengths = self._lengths(drafting, survivals(confidences, self._held[2])).tolist()
+            lengths = self._lengths(drafting, survivals(confidences, self._decision.width)).tolist()
         for proposal, length in zip(proposals, lengths, strict=True):
             proposal.cut(length)
         if self._predicted is not None:
-            self._predicted += float(self._seconds[sum(lengths)] - self._seconds[0])
+            self._predicted += float(self._seconds[sum(lengths)] - self._plain)
 
     def _lengths(self, drafting: Sequence[Active], survival: Floats) -> Lengths:
         seconds = self._drafted + self._seconds
         if self.mode == "delayed":
             lengths = spend(survival, self._delayed(drafting, seconds))
             for active, row in zip(drafting, survival, strict=True):
-                active.outlook.recent.append(row)
+                active.outlook.recent.append(np.pad(row, (0, self.n - len(row))))
             return lengths
         if self.mode == "early-stop":
             return early_stop(survival, seconds, self._rows)
@@ -335,7 +371,7 @@ class Planner:
     def _remember(self) -> None:
         """Add survivals [R, width], and what they would have been further on, to what is promised; all rounds since
         the last decision have the same width."""
-        width = self._held[2]
+        width = self._decision.width
         whole = survivals([one for _, confidences in self._survived for one in confidences], width)
         if width < self.n:
             whole = np.concatenate((whole, whole[:, -1:] * np.cumprod(self.pool.rates[width:])), axis=1)
@@ -348,7 +384,7 @@ class Planner:
         for active, own in rows.items():
             outlook = self._outlook(active)
             outlook.rounds += len(own)
-            share = len(own) / min(outlook.rounds + 4, MEMORY)
+            share = len(own) / min(outlook.rounds, MEMORY)
             outlook.promise += (promises[own].mean(axis=0) - outlook.promise) * share
         self.pool.rounds += len(self._survived)
         share = len(self._survived) / min(self.pool.rounds, POOL_MEMORY)
@@ -358,12 +394,12 @@ class Planner:
         """See `Schedule.took`. Rounds with drafts have costs that no profile has, and contexts are of any length: what
         counts is whether they take longer than predicted by more than plain ones do."""
         kind = "drafted" if self._drafted else "plain"
-        if kind == "plain":
-            self._since_plain = 0
         if self._predicted is not None:
-            ratio = min(max(seconds / self._predicted / self._pace[kind], 0.5), 2.0)  # one long break is no pace
+            ratio = seconds / self._predicted / self._pace[kind]
+            if self._paced[kind]:
+                ratio = min(max(ratio, 0.5), 2.0)  # one long break is no pace
             self._paced[kind] += 1
-            self._pace[kind] *= 1 + (ratio - 1) / min(self._paced[kind] + 4, PACE_MEMORY)
+            self._pace[kind] *= 1 + (ratio - 1) / min(self._paced[kind], PACE_MEMORY)
 
 
 def _behind(active: Active) -> int:

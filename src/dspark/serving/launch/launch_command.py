@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dspark.calibration.stored import CALIBRATION_FILE
 from dspark.checkpoints.builtin import EMBEDDED_DRAFT, draft_folder
+from dspark.checkpoints.native import CALIBRATION_FILE
 from dspark.checkpoints.read import GGUF_SUFFIX
 from dspark.doctor.draft import read_draft
 from dspark.doctor.facts import TargetFacts, target_facts
