@@ -4,13 +4,13 @@
     python benchmarks/load.py --simulate benchmarks/gpus.yaml --rounds ROUNDS.npz --out runs/load > gpus.json
 
 Measured: a closed loop, in this process. Every user asks a prompt, waits for the whole answer and asks the next one, so
-that `users` requests are in flight until the prompts run out: --asked of each user in a slice, as many slices as make
---least prompts. All modes answer a slice one after another, greedily, and must give the same ids; the order rotates
-from slice to slice and repetition to repetition. Seconds are the sum over slices of the median over repetitions, the
-ratio is that of the best other mode / that of `scheduled`, with a bootstrap interval over repetitions. Tokens a second
-are end to end, prompts included; --clock process counts this process's processor time instead, for a machine busy with
-other work (give it one thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the draft and a cost
-profile (`dspark calibrate`); with --storage or --profile the costs are measured here first.
+that `users` requests are in flight until the prompts run out. An engine for each mode serves the same prompts,
+greedily, and must give the same ids; the engines take turns, step by step, always the one that has had the least time
+so far, so that a machine that slows down for a while does so for all of them alike. Tokens a second are tokens over an
+engine's own seconds, prompts included; the ratio is that of the best other mode's seconds to those of `scheduled`, the
+median over repetitions with a bootstrap interval. --clock process counts this process's processor time instead, for a
+machine busy with other work (give it one thread then: OMP_NUM_THREADS=1). `scheduled` needs temperatures beside the
+draft and a cost profile (`dspark calibrate`); with --storage or --profile the costs are measured here first.
 
 Simulated: rounds of a real draft (rounds.npz of `dspark calibrate --out`), each user going through those of a prompt
 after another, on a GPU whose passes take what the file's figures say (its comment has the formula). Gate and schedule
@@ -26,7 +26,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -130,74 +130,69 @@ class Measured:
         return Engine(self.target, proposer, users, prefill_tokens=PREFILL, schedule=schedule)
 
     def level(self, users: int) -> dict[str, Any]:
-        """Every mode at this number of users: slices of the prompts in turn, `repeats` times."""
+        """Every mode at this number of users, side by side, `repeats` times."""
         engines = {mode: self.engine(mode, users) for mode in MODES}
         prompts = self.prompts[: max(users * self.args.asked, self.args.least)]
-        size = users * self.args.asked
-        slices = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        for engine in engines.values():  # warm-up
-            self.serve(engine, prompts[: min(users, 4)], 24)
-        runs: dict[str, list[list[Load]]] = {mode: [[] for _ in slices] for mode in MODES}
+        self.serve(engines, prompts[: min(users, 4)], 24)  # warm-up
+        runs: dict[str, list[Load]] = {mode: [] for mode in MODES}
         apart = dict.fromkeys(MODES, 0)
-        names = list(MODES)
-        for turn in range(self.args.repeats):
-            for i, part in enumerate(slices):
-                first = (turn + i) % len(names)
-                ids: dict[str, list[list[int]]] = {}
-                for mode in [*names[first:], *names[:first]]:
-                    load, ids[mode] = self.serve(engines[mode], part, self.args.max_tokens)
-                    runs[mode][i].append(load)
-                for mode in MODES:
-                    apart[mode] += sum(a != b for a, b in zip(ids[mode], ids["plain"], strict=True))
-        seconds = {mode: np.array([[load.seconds for load in own] for own in runs[mode]]) for mode in MODES}
-        modes = {mode: together(runs[mode], seconds[mode]).figures(users) for mode in MODES}
+        for _ in range(self.args.repeats):
+            served = self.serve(engines, prompts, self.args.max_tokens)
+            for mode, (load, ids) in served.items():
+                runs[mode].append(load)
+                apart[mode] += sum(a != b for a, b in zip(ids, served["plain"][1], strict=True))
+        seconds = {mode: np.array([load.seconds for load in loads]) for mode, loads in runs.items()}
+        modes = {mode: together(loads).figures(users) for mode, loads in runs.items()}
         best = max((mode for mode in MODES if mode != "scheduled"), key=lambda mode: modes[mode]["tokens_per_s"])
         ratio, low, high = speedup(seconds[best], seconds["scheduled"], self.args.seed)
         return {
             "users": users,
             "prompts": len(prompts),
-            "slices": len(slices),
             "modes": modes,
             "scheduled_over_best_other": {"other": best, "median": ratio, "low": low, "high": high},
             "seconds": {mode: values.tolist() for mode, values in seconds.items()},
             "answers_other_than_plain": apart,
         }
 
-    def serve(self, engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[Load, list[list[int]]]:
-        load, answers = Load(), {}
+    def serve(
+        self, engines: dict[str, Engine], prompts: Sequence[list[int]], tokens: int
+    ) -> dict[str, tuple[Load, list[list[int]]]]:
+        """All prompts in every engine, a step of the one that has had the least time so far after another: what slows
+        the machine down for a while slows all of them."""
         clock = time.process_time if self.args.clock == "process" else time.perf_counter
-        start = clock()
-        for index, result in engine.run(Request(ids, tokens) for ids in prompts):
-            answers[index] = list(result.output_ids)
-            load.tokens += len(result.output_ids)
-            for record in result.rounds:
-                load.add(record)
-        load.seconds = clock() - start
-        return load, [answers[index] for index in sorted(answers)]
+        asked = {mode: [engine.add(Request(ids, tokens)) for ids in prompts] for mode, engine in engines.items()}
+        loads = {mode: Load() for mode in engines}
+        while running := [mode for mode, engine in engines.items() if engine.busy]:
+            mode = min(running, key=lambda one: loads[one].seconds)
+            start = clock()
+            steps = engines[mode].step()
+            loads[mode].seconds += clock() - start
+            for active, step in steps:
+                if active.result.error is not None:
+                    raise active.result.error
+                if step.round is not None:
+                    loads[mode].add(step.round)
+        for mode, actives in asked.items():
+            loads[mode].tokens = sum(len(active.result.output_ids) for active in actives)
+        return {mode: (loads[mode], [active.result.output_ids for active in asked[mode]]) for mode in engines}
 
 
-def together(runs: Sequence[Sequence[Load]], seconds: np.ndarray) -> Load:
-    """All slices once: tokens of one repetition, seconds [slices, repeats] as medians, rounds of all repetitions."""
-    whole = Load(tokens=sum(own[0].tokens for own in runs), seconds=float(np.median(seconds, axis=1).sum()))
-    for load in (load for own in runs for load in own):
-        whole.rounds += load.rounds
-        whole.scheduled += load.scheduled
-        whole.proposed += load.proposed
-        whole.accepted += load.accepted
+def together(loads: Sequence[Load]) -> Load:
+    """All repetitions as one."""
+    whole = Load()
+    for load in loads:
+        for field in fields(Load):
+            setattr(whole, field.name, getattr(whole, field.name) + getattr(load, field.name))
     return whole
 
 
 def speedup(other: np.ndarray, ours: np.ndarray, seed: int) -> tuple[float, float, float]:
-    """Sums over slices of median seconds over repetitions, other / ours [slices, repeats], and 95 % of what comes out
-    when repetitions are drawn again, with replacement."""
-    generator, repeats = np.random.default_rng(seed), ours.shape[1]
-
-    def ratio(chosen: np.ndarray) -> float:
-        return float(np.median(other[:, chosen], axis=1).sum() / np.median(ours[:, chosen], axis=1).sum())
-
-    drawn = [ratio(generator.integers(repeats, size=repeats)) for _ in range(2000)]
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return ratio(np.arange(repeats)), float(low), float(high)
+    """The median over repetitions of seconds other / ours, and 95 % of what comes out when repetitions are drawn again,
+    with replacement."""
+    ratios = other / ours
+    drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(np.median(ratios)), float(low), float(high)
 
 
 # Simulated

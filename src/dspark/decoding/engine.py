@@ -370,7 +370,8 @@ class Engine:
             width = len(self.proposer.taps) * self.target.hidden_size  # the proposer's own taps come first
             for active, rows in observed:
                 if active.request.speculate and (self.memory.caches or not active.finished):
-                    active.pending.append(taps[rows, :width].clone())  # the pass's other rows need not be kept
+                    own = taps[rows, :width]
+                    active.pending.append(own if 2 * len(own) >= len(taps) else own.clone())  # keep no others' rows
             # a finished request's context goes into the prefix cache, and one that waits long takes too much memory
             waiting = (active for active, _ in observed if active.pending)
             self._catch_up(a for a in waiting if (a.finished and self.memory.caches) or _behind(a) > PENDING_TOKENS)

@@ -34,8 +34,9 @@ PROBE_SHARE = 0.005
 """Share of the time that rounds may cost which are drafted against expectation, to learn whether it still holds."""
 WRITTEN = 2
 """Tokens of context that the time of a draft pass holds (`calibration/passes.py`)."""
-MARGIN = 1.02
-"""What rounds with drafts must promise over plain ones: nothing is known better than to a percent or two."""
+MARGIN = 1.03
+"""What rounds with drafts must promise over plain ones: the best of many estimates, none of which is better than to a
+percent or two, promises too much."""
 PACE_MEMORY = 64
 """Rounds over which predicted and real times are compared, and after which a plain one is due for comparison."""
 ENOUGH = 4
@@ -144,17 +145,23 @@ class Outlook:
 
 @dataclass
 class Decision:
-    """What the gate said for these requests (key): who drafts how many tokens, and for how many more rounds.
+    """What the gate said for these requests (key), batch of them with those that read: who drafts how many tokens, and
+    for how many more rounds.
 
     probe: who drafts against expectation when there is credit for its price.
     """
 
     key: Hashable
+    batch: int
     kept: list[Active]
     width: int
     rounds: int
     probe: Active | None = None
     probe_seconds: float = 0.0
+
+    def plain_with(self, batch: int) -> bool:
+        """Whether nobody drafts here, so that nobody would in a batch as large, of whomever."""
+        return not self.kept and batch >= self.batch
 
 
 class Planner:
@@ -182,7 +189,7 @@ class Planner:
         self._paced = {"plain": 0, "drafted": 0}
         self._round, self._last_plain = 0, 0
         self._close = True  # whether the times of rounds may decide about drafting
-        self._decision = Decision(None, [], n, 0)
+        self._decision = Decision(None, 0, [], n, 0)
         self._tables = lru_cache(maxsize=64)(lambda rows, most: costs.verify_table(rows, most))
         self._drafts = lru_cache(maxsize=64)(
             lambda count: np.array([costs.draft_seconds(count, width) for width in self.widths])
@@ -196,15 +203,16 @@ class Planner:
         if not able:
             return [], None
         key = (tuple(able), len(ready), beside, reading)
-        if key != self._decision.key or not self._decision.rounds:
-            self._decision = self._decide(key, able, len(ready), beside, reading)
+        same = key == self._decision.key
+        if not self._decision.rounds or not (same or self._decision.plain_with(len(ready) + reading)):
+            self._decision, same = self._decide(key, able, len(ready), beside, reading), True
         decision = self._decision
         decision.rounds -= 1
         self._round += 1
         drafting = decision.kept
         if self._close and self._round - self._last_plain > (PACE_MEMORY if self._compared else HOLD):
             drafting = []
-        elif decision.probe is not None:
+        elif same and decision.probe is not None:
             self._credit += PROBE_SHARE * self._plain
             if self._credit >= decision.probe_seconds:
                 drafting = [*drafting, decision.probe]
@@ -216,7 +224,7 @@ class Planner:
             late += self.costs.context_seconds(_behind(active))
         at = self.widths.index(decision.width)
         self._drafted = float(self._drafts(len(drafting))[at]) if drafting else 0.0
-        self._predicted = None if beside or reading else self._drafted + late + self._plain
+        self._predicted = self._drafted + late + self._plain if same and not beside and not reading else None
         return drafting, decision.width
 
     def _decide(self, key: Hashable, able: list[Active], rows: int, beside: int, reading: int) -> Decision:
@@ -226,9 +234,9 @@ class Planner:
         self._plain = float(self._seconds[0])
         outlooks = [self._outlook(active) for active in able]
         if not self.pool.rounds:
-            return Decision(key, able[:FIRST], self.n, HOLD)
+            return Decision(key, self._rows, able[:FIRST], self.n, HOLD)
         kept, width = self._gate(able, outlooks)
-        decision = Decision(key, kept, width, HOLD if kept else HOLD_PLAIN)
+        decision = Decision(key, self._rows, kept, width, HOLD if kept else HOLD_PLAIN)
         if len(kept) < len(able):
             chosen = set(kept)
             closed = (active for active in able if active not in chosen)
