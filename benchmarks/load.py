@@ -267,8 +267,11 @@ def simulate(
             if planner is not None:
                 planner.learn(active, proposal, record)
             batch[place] = (active, session, at + 1) if at + 1 < len(sessions[session]) else start()
-        load.seconds += float(costs.verify_table(users, count)[count])
-        load.seconds += costs.draft_seconds(len(drafting), width) if drafting else 0.0
+        seconds = float(costs.verify_table(users, count)[count])
+        seconds += costs.draft_seconds(len(drafting), width) if drafting else 0.0
+        load.seconds += seconds
+        if planner is not None:
+            planner.took(seconds)
     return load
 
 

@@ -29,7 +29,7 @@ POOL_MEMORY = 128
 HOLD, HOLD_PLAIN = 8, 32
 """Rounds that a decision of the gate holds for, with the same requests in them: that some draft, that nobody does."""
 FIRST = 8
-"""Requests that draft while nothing is known yet."""
+"""Drafts of requests that are made while nothing is known yet."""
 PROBE_SHARE = 0.005
 """Share of the time that rounds may cost which are drafted against expectation, to learn whether it still holds."""
 WRITTEN = 2
@@ -234,7 +234,8 @@ class Planner:
         self._plain = float(self._seconds[0])
         outlooks = [self._outlook(active) for active in able]
         if not self.pool.rounds:
-            return Decision(key, self._rows, able[:FIRST], self.n, HOLD)
+            first = able[:FIRST]
+            return Decision(key, self._rows, first, self.n, FIRST // len(first))
         kept, width = self._gate(able, outlooks)
         decision = Decision(key, self._rows, kept, width, HOLD if kept else HOLD_PLAIN)
         if len(kept) < len(able):
