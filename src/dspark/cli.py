@@ -398,7 +398,7 @@ app.command("gate", epilog=example("dspark gate runs/bench --min-acceptance 2.2 
 app.command(
     "calibrate",
     epilog=example(
-        "dspark calibrate --data DIR --suite gsm8k,mbpp --out runs/calibration",
+        "dspark calibrate --draft runs/mine/best --data DIR --suite gsm8k,mbpp --out runs/calibration",
         "dspark calibrate --profile-only",
         "dspark calibrate --draft runs/mine/best --export sglang --export-out runs/for-sglang",
     ),

@@ -188,7 +188,7 @@ def test_what_is_scheduled_and_why_not(target: TransformersTarget, folder: Path,
     for options, message in (
         ({"choice": "never"}, "must be one of"),
         ({"threshold": 1.5}, "must be in 0..1"),
-        ({"choice": "delayed", "threshold": 0.5}, "no static threshold"),
+        ({"choice": "delayed", "threshold": 0.5}, "does not go with --confidence-threshold"),
     ):
         with pytest.raises(DsparkError, match=message):
             line(**options)

@@ -46,7 +46,7 @@ def calibrate_command(
         Path | None, typer.Option(help="Folder of <suite>.jsonl files; all of them without --suite.")
     ] = None,
     unseen: Annotated[str | None, typer.Option(help="Data sets to report on without fitting on them.")] = None,
-    unseen_data: Annotated[Path | None, typer.Option(help="Folder of those, if it is another one.")] = None,
+    unseen_data: Annotated[Path | None, typer.Option(help="Folder of those; default: that of --data.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each data set at most, in the order of a hash.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=2, help="Answer tokens at most.")] = 256,
     rows: Annotated[
@@ -59,12 +59,12 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="Folder for rounds and reliability diagrams.")] = None,
     profile_only: Annotated[bool, typer.Option("--profile-only", help="Measure costs, fit nothing.")] = False,
     no_profile: Annotated[bool, typer.Option("--no-profile", help="Fit temperatures, measure no costs.")] = False,
-    save_to: Annotated[Path | None, typer.Option(help="Where calibration.json goes; the draft's folder.")] = None,
+    save_to: Annotated[Path | None, typer.Option(help="Folder for calibration.json; default: the draft's.")] = None,
     export_for: Annotated[
         Literal["sglang", "vllm"] | None, typer.Option("--export", help="Write an engine's files of what is stored.")
     ] = None,
     export_out: Annotated[Path | None, typer.Option(help="Folder for them.")] = None,
-    n: Annotated[int | None, typer.Option("-n", help="Draft tokens a round that the engine runs; all.")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="For --export: draft tokens a round there; default: all.")] = None,
 ) -> None:
     """Calibrate a draft's confidences and measure what passes cost here, for scheduled verification."""
     if profile_only and no_profile:
@@ -72,6 +72,9 @@ def calibrate_command(
     folder, drafted = draft_folder(draft), load_named_draft(draft)
     sha256 = weights_sha256(drafted)
     if export_for is not None:
+        if save_to is not None:
+            remedy = "is not for --export, which reads what lies with the --draft; copy it there first"
+            raise DsparkError("save_to", str(save_to), remedy)
         return _export(export_for, export_out, target, drafted, n, folder, sha256)
     if n is not None:
         raise DsparkError("n", n, "is for --export alone; all of the draft's slots are calibrated")
@@ -79,6 +82,9 @@ def calibrate_command(
     if len(ways) != 1 and not profile_only:
         named = " and ".join(ways) or None
         raise DsparkError("suite", named, "give one of --suite (or --data), --rows and --rounds, or --profile-only")
+    if not profile_only and save_to is None and draft == EMBEDDED_DRAFT:
+        remedy = "give a folder: the shipped draft keeps its own. To use another one, calibrate a copy of the draft"
+        raise DsparkError("save_to", None, f"{remedy} (dspark convert embedded --to native COPY)")
     known = _trained_on(folder)
     asked = {} if profile_only or rounds or rows else _suites(suite, data, limit, known)
     others = _suites(unseen, unseen_data or data, limit, known) if unseen or unseen_data else {}

@@ -92,10 +92,10 @@ def choose_schedule(
     known = know(target, draft, folder, whole, weights_sha256(draft))
     if known.missing:
         why = "; ".join(known.missing)
-        remedy = "dspark calibrate makes what is missing"
+        remedy = f"dspark calibrate{' --profile-only' if known.calibration or not _rates(draft) else ''} makes it anew"
         if choice != "auto":
-            raise DsparkError("schedule", choice, f"{why}; {remedy}")
-        return Chosen(None, None, f"fixed: all {whole} drafts are verified, because there is {why}; {remedy}")
+            raise DsparkError("schedule", choice, f"cannot be: {why}; {remedy}")
+        return Chosen(None, None, f"fixed: all {whole} drafts are verified ({why}; {remedy})")
     assert known.profile is not None  # nothing is missing
     mode: Mode = "auto" if choice == "auto" else "delayed" if choice == "delayed" else "early-stop"
     scaling = None if known.calibration is None else known.calibration.of(domain)
@@ -106,7 +106,7 @@ def choose_schedule(
 
 def _static(draft: Draft, folder: Path, n: int, choice: str, threshold: float) -> Chosen:
     if choice not in ("auto", "fixed"):
-        raise DsparkError("schedule", choice, "is no static threshold; give one of the two")
+        raise DsparkError("schedule", choice, "does not go with --confidence-threshold; give one of the two")
     if not 0 <= threshold <= 1:
         raise DsparkError("confidence_threshold", threshold, "must be in 0..1")
     if not _rates(draft):
@@ -116,7 +116,11 @@ def _static(draft: Draft, folder: Path, n: int, choice: str, threshold: float) -
         found.check(weights_sha256(draft), draft.config.gamma)
     kind = "raw" if found is None else "calibrated"
     scaling = None if found is None else found.scaling
-    return Chosen(Threshold(threshold), scaling, f"static: up to {n} drafts of {kind} confidence {threshold:g}")
+    return Chosen(
+        Threshold(threshold),
+        scaling,
+        f"static: up to {n} drafts, while their {kind} confidence is at least {threshold:g}",
+    )
 
 
 def _rates(draft: Draft) -> bool:
