@@ -119,7 +119,7 @@ def export(
             "vLLM 0.32 takes raw confidences (it has no place for temperatures) and measures its own costs",
             "it needs full CUDA graphs and an attention backend that can trim requests on the device, and refuses LoRA "
             "and pipeline parallelism with it",
-            "it is for --speculative-config; where dspark launch vllm converts the draft, put that place in its `model`",
+            "it is for --speculative-config; where dspark launch vllm converts the draft, its `model` is that place",
         ]
     else:
         notes = [
