@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from dspark.checkpoints.native import weights_sha256
 from dspark.data.chat import ChatRenderer
 from dspark.decoding.drafting import Proposal
 from dspark.decoding.engine import Engine
-from dspark.decoding.planner import Costs, Fixed, Planner
+from dspark.decoding.planner import Costs, Fixed, Mode, Planner
 from dspark.decoding.proposers import make_proposer
 from dspark.decoding.request import Active, NoState, Request, Round
 from dspark.errors import DsparkError
@@ -278,6 +278,8 @@ def simulate(
 def simulated(args: argparse.Namespace) -> dict[str, Any]:
     """Every GPU of the file at every number of users."""
     rounds = Rounds.load(args.rounds)
+    if rounds.logits.shape[1] != MODES["scheduled"]:
+        raise DsparkError("rounds", str(args.rounds), f"must be of {MODES['scheduled']} slots")
     stored = read_calibration(draft_folder(args.draft))
     scaling = np.array(fit_scaling(rounds) if stored is None else stored.scaling)
     names = np.char.add(np.char.add(rounds.domain, "/"), rounds.prompt)
@@ -339,7 +341,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", default="embedded")
     parser.add_argument("--storage", default="exact", help="how the target's weights are kept")
     parser.add_argument("--profile", type=Path, help="cost profile to use, measured and written when it is not there")
-    parser.add_argument("--mode", default="auto", help="of the schedule: auto, early-stop, delayed")
+    parser.add_argument("--mode", choices=get_args(Mode), default="auto", help="of the schedule")
     parser.add_argument("--users", type=numbers, default=None, help="1,2,4, ...; default: to 64, simulated to 1024")
     parser.add_argument("--asked", type=int, default=2, help="prompts of each user")
     parser.add_argument("--least", type=int, default=8, help="prompts at least, for few users")
@@ -352,7 +354,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=Path, help="rounds.npz to simulate with")
     parser.add_argument("--seconds", type=float, default=20.0, help="simulated seconds of each run")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("asked", "least", "max_tokens", "max_prompt_tokens", "repeats", "seconds"):
+        if getattr(args, name) <= 0:
+            raise DsparkError(name, getattr(args, name), "must be more than 0")
+    if args.users is not None and min(args.users) < 1:
+        raise DsparkError("users", min(args.users), "must be at least 1")
+    return args
 
 
 def numbers(text: str) -> tuple[int, ...]:

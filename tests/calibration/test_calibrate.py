@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,3 +257,28 @@ def test_a_copied_draft_keeps_its_calibration(folder: Path, tmp_path: Path) -> N
     load_draft(tmp_path / "copy")
     os.remove(tmp_path / "copy" / CALIBRATION_FILE)
     assert read_calibration(tmp_path / "copy") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path, arrays: path.write_bytes(path.read_bytes()[:200]), "cannot be read"),
+        (lambda path, arrays: path.write_bytes(b""), "cannot be read"),
+        (lambda path, arrays: np.save(path.open("wb"), arrays["logits"]), "cannot be read"),
+        (lambda path, arrays: arrays["logits"].__setitem__((0, 0), np.nan), "no finite numbers"),
+        (lambda path, arrays: arrays["accepted"].__setitem__(0, 99), "accept more than was verified"),
+        (lambda path, arrays: arrays.update(accepted=arrays["accepted"].astype(str)), "accepted is <U"),
+    ],
+)
+def test_faulty_rounds_are_named(tmp_path: Path, change: Callable[..., Any], message: str) -> None:
+    names = np.array(["a"] * 20)
+    arrays = {"domain": names, "prompt": names, "logits": np.zeros((20, 7))}
+    arrays |= {"scheduled": np.full(20, 7), "accepted": np.full(20, 2)}
+    path = tmp_path / "rounds.npz"
+    Rounds(**arrays).save(path)
+    assert len(Rounds.load(path)) == 20
+    change(path, arrays)
+    if message != "cannot be read":
+        Rounds(**arrays).save(path)
+    with pytest.raises(DsparkError, match=message):
+        Rounds.load(path)

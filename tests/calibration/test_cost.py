@@ -83,10 +83,18 @@ def test_spread() -> None:
     ("change", "message"),
     [
         (lambda d: d.pop("verify"), "verify: Field required"),
-        (lambda d: d["verify"][0].update(seconds=-1.0), "verify.0.seconds: Input should be greater than 0"),
+        (lambda d: d["verify"][0].update(seconds=-1.0), "verify.0.seconds: Input should be greater than"),
         (lambda d: d["settings"].update(extra=1), "settings.extra"),
         (lambda d: d.update(version=2), "version: Input should be 1"),
-        (lambda d: d["draft"].append(d["draft"][0]), "draft: Value error, must have every number of requests once"),
+        (lambda d: d["verify"][0].update(seconds=1e308), "verify.0.seconds: Input should be less than"),
+        (
+            lambda d: d["draft"][0].update(n=9),
+            "the file: Value error, draft must have points of 7 tokens, and none of more",
+        ),
+        (
+            lambda d: d["draft"].append(d["draft"][0]),
+            "the file: Value error, draft must have every number of requests once",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, change: object, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from itertools import cycle, islice, pairwise
 
@@ -248,6 +250,58 @@ def test_rounds_that_take_longer_than_their_costs_say():
     assert shares(1.0, 1.0) > 0.95 and shares(1.3, 1.3) > 0.95
     assert shares(1.0, 1.5) < 0.1
     assert shares(1.0, 0.9) > 0.95
+
+
+def test_what_is_not_verified_was_promised_all_the_same():
+    planner, batch = Planner(Prices(0.3, 0.2), 7), [idle_request()]
+    drafting, width = planner.choose(batch, 0, 0)
+    proposal = Proposal([0] * width, [None] * width, [0.9, 0.8, 0.7, 0.6, 0.5, float("nan"), 0.5])
+    planner.cut(drafting, [proposal])
+    assert len(proposal.confidence) < 5
+    planner._look_back()
+    assert batch[0].outlook.promise[1, -1, 0] == 7 and batch[0].outlook.promise[0, -1, 0] > 2.4
+
+
+def test_a_draft_without_confidences_is_found_out_when_it_gets_better():
+    planner, generator = Planner(Prices(0.1, 0.2), 7), np.random.default_rng(0)
+    verified = []
+    for turn in range(6000):
+        batch = [idle_request()] if turn % 100 == 0 else batch  # noqa: F821
+        drafting, width = planner.choose(batch, 0, 0)
+        proposals = [Proposal([0] * width, [None] * width) for _ in drafting]
+        planner.cut(drafting, proposals)
+        for active, proposal in zip(drafting, proposals, strict=True):
+            length = len(proposal.tokens)
+            accepted = 0 if turn < 400 else min(int(generator.geometric(0.05)) - 1, length)
+            planner.learn(active, proposal, Round(width, length, accepted))
+        verified.append(sum(len(proposal.tokens) for proposal in proposals))
+    assert np.mean(verified[300:400]) < 0.5 and np.mean(verified[-1000:]) > 3
+
+
+def test_only_rounds_are_timed_and_one_long_break_is_none():
+    def share(first, passes):
+        planner, batch = Planner(Prices(0.1, 0.9), 7), [idle_request()]
+        times = iter([first])
+        took = play(
+            planner, batch, 1000, took=lambda drafts: (next(times, 1.0) if drafts else 1.0) * planner._predicted
+        )
+        for _ in range(passes):
+            planner.choose([], 100, 1)
+            planner.took(30.0)
+        return np.mean(took[500:]), planner._pace["drafted"] / planner._pace["plain"]
+
+    shares, pace = share(30.0, 50)
+    assert shares > 0.95 and pace == pytest.approx(1.0, abs=0.05)
+
+
+def test_nothing_of_ended_requests_is_kept():
+    planner, batch = Planner(Prices(0.01, 0.02), 7), [idle_request()]
+    play(planner, batch, 20)
+    [kept] = [weakref.ref(one) for one in batch]
+    planner.choose([], 10, 1)
+    batch.clear()
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_it_says_what_it_serves_and_ends_gracefully(process, number):
     server = process("--max-batch", "2")
     assert re.fullmatch(
         r"serving tiny-llama\d* at http://127\.0\.0\.1:\d+ \(draft tiny, n = 7, 64 MiB of memory for [\d,]+ tokens, "
-        r"context 256, 2 at once; fixed: all 7 drafts are verified, because .*no calibration\.json.*\)\n",
+        r"context 256, 2 at once; fixed: all 7 drafts are verified \(.*no calibration\.json.*\)\)\n",
         server.line,
     )
     asked = {"prompt": [40], "max_tokens": 250, "ignore_eos": True, "temperature": 0, "stream": True}

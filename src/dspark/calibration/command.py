@@ -141,7 +141,13 @@ def _rounds(
     name: str,
 ) -> Rounds | None:
     if stored is not None:
-        return Rounds.load(stored)
+        found = Rounds.load(stored)
+        if found.logits.shape[1] != draft.config.gamma:
+            remedy = (
+                f"are of {found.logits.shape[1]} slots, the draft predicts {draft.config.gamma}; collect them again"
+            )
+            raise DsparkError("rounds", str(stored), remedy)
+        return found
     if not suites:
         return None
     proposer = make_proposer(target, draft, confidence=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from scipy.optimize import isotonic_regression
 
 from dspark.calibration.passes import Passes, time_in_turns
@@ -31,7 +31,7 @@ from dspark.targets.base import Target
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 REQUESTS = (1, 2, 4, 8, 16)
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=1e-9, le=1e6, allow_inf_nan=False)]
 
 
 class _Frozen(BaseModel):
@@ -89,14 +89,17 @@ class CostProfile(_Frozen):
     settings: CostSettings
     verify: Annotated[tuple[VerifyPoint, ...], Field(min_length=1)]
     draft: Annotated[tuple[DraftPoint, ...], Field(min_length=1)]
-    context_token: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    context_token: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
 
-    @field_validator("draft")
-    @classmethod
-    def _each_once(cls, points: tuple[DraftPoint, ...]) -> tuple[DraftPoint, ...]:
-        if len({(point.requests, point.n) for point in points}) != len(points):
-            raise ValueError("must have every number of requests once")
-        return points
+    @model_validator(mode="after")
+    def _each_once(self) -> CostProfile:
+        whole = self.settings.n
+        widths = [point.n or whole for point in self.draft]
+        if len({(point.requests, n) for point, n in zip(self.draft, widths, strict=True)}) != len(widths):
+            raise ValueError("draft must have every number of requests once")
+        if max(widths) != whole:
+            raise ValueError(f"draft must have points of {whole} tokens, and none of more")
+        return self
 
     def verify_seconds(self, tokens: int, requests: int | None = None) -> float:
         """One target pass over `tokens` new tokens of `requests` requests (None: as few as blocks of n + 1 allow).

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from dspark.calibration.cost import CostProfile
 from dspark.calibration.stored import Calibration
@@ -25,8 +25,8 @@ class Temperatures(BaseModel):
     temperatures: Annotated[list[Positive], Field(min_length=1)]
     dataset: str = ""
     num_samples: int = 0
-    ece_before: list[float] = []
-    ece_after: list[float] = []
+    ece_before: list[FiniteFloat] = []
+    ece_after: list[FiniteFloat] = []
 
 
 class CostTable(BaseModel):
@@ -70,12 +70,15 @@ def read_exported(folder: Path, n: int) -> dict[str, Path]:
     Raises DsparkError when there are none, or one is not what SGLang reads for rounds of n draft tokens.
     """
     found = {}
+    folder = folder.resolve()
     for flag, (name, form) in SGLANG.items():
         path = folder / name
-        if not path.is_file():
-            continue
         try:
-            content = form.model_validate_json(path.read_bytes())
+            content = form.model_validate_json(path.read_bytes(), strict=True)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise DsparkError("exported", str(path)[:80], f"cannot be read ({error.strerror})") from None
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -94,8 +97,11 @@ def read_exported(folder: Path, n: int) -> dict[str, Path]:
 
 def _check_table(table: CostTable, path: Path) -> None:
     tokens, rates = table.sample_batch_tokens, table.sample_steps_per_sec
-    if len(rates) != len(tokens) or sorted(set(tokens)) != tokens:
-        remedy = "must have a rate for each number of tokens, and those in rising order; export it again"
+    rising = sorted(set(tokens)) == tokens and sorted(rates, reverse=True) == rates
+    if len(rates) != len(tokens) or not rising or table.max_batch_tokens < tokens[-1]:
+        remedy = (
+            "must have a rate for each number of tokens, those in rising order, rates falling, max_batch_tokens last"
+        )
         raise DsparkError("exported", str(path), remedy)
 
 

@@ -7,10 +7,12 @@ answers, which gives the very rounds of serving (`decoding/replay.py`) for a fra
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,14 +75,24 @@ class Rounds:
 
     @classmethod
     def load(cls, path: Path) -> Rounds:
-        """Raises DsparkError when the file cannot be read or holds something else."""
+        """Raises DsparkError when the file cannot be read, or holds something else than rounds."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 found = cls(*(file[name] for name in FIELDS))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile, zlib.error) as error:
             raise DsparkError("rounds", str(path), f"cannot be read ({error}); collect them again") from None
         if found.logits.ndim != 2 or len({len(getattr(found, name)) for name in FIELDS}) > 1:
             raise DsparkError("rounds", str(path), "has arrays of different lengths; collect them again")
+        kinds = {"logits": "f", "scheduled": "iu", "accepted": "iu", "domain": "U", "prompt": "U"}
+        for name, kind in kinds.items():
+            if getattr(found, name).dtype.kind not in kind:
+                raise DsparkError("rounds", str(path), f"{name} is {getattr(found, name).dtype}; collect them again")
+        if not np.isfinite(found.logits).all():
+            raise DsparkError("rounds", str(path), "has logits that are no finite numbers; collect them again")
+        slots = found.logits.shape[1]
+        inside = (found.accepted >= 0) & (found.accepted <= found.scheduled) & (found.scheduled <= slots)
+        if not inside.all():
+            raise DsparkError("rounds", str(path), f"has rounds that accept more than was verified of {slots} slots")
         return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from operator import mul
 from typing import Literal, Protocol
 
@@ -169,7 +170,8 @@ class Planner:
 
     mode "auto": Algorithm 1, looking ahead for requests that it cannot harm; "early-stop": Algorithm 1 for all;
     "delayed": a budget from survivals two rounds old, spent by the current ones. Proposals without confidences get
-    their request's past acceptance in their place, which anticipates nothing.
+    their request's past acceptance in their place, which anticipates nothing; of a probe among them one slot at least
+    is verified, or nothing would be learnt from it.
     """
 
     def __init__(self, costs: Costs, n: int, mode: Mode = "auto") -> None:
@@ -181,7 +183,7 @@ class Planner:
         self._fits, self._credit = 1.0, 0.0  # accepted / predicted; seconds that probes may take
         # rounds that the gate has not looked at yet: who drafted with which confidences, and what became of them
         self._survived: list[tuple[Sequence[Active], list[Sequence[float]]]] = []
-        self._records: list[tuple[Active, Proposal, Round]] = []
+        self._records: list[tuple[Active, float | None, Round]] = []
         self._rows, self._drafted = 0, 0.0  # of the round that is being planned
         self._seconds, self._plain = np.zeros(1), 0.0  # its verification, with 0, 1, ... drafts in it, and with none
         self._predicted: float | None = None  # all of it (None: prompts are read as well)
@@ -190,6 +192,7 @@ class Planner:
         self._round, self._last_plain = 0, 0
         self._close = True  # whether the times of rounds may decide about drafting
         self._decision = Decision(None, 0, [], n, 0)
+        self._probed: Active | None = None  # in the round that is being planned
         self._tables = lru_cache(maxsize=64)(lambda rows, most: costs.verify_table(rows, most))
         self._drafts = lru_cache(maxsize=64)(
             lambda count: np.array([costs.draft_seconds(count, width) for width in self.widths])
@@ -201,6 +204,7 @@ class Planner:
         """See `Schedule.choose`."""
         able = [active for active in ready if active.request.speculate]
         if not able:
+            self._rest()
             return [], None
         key = (tuple(able), len(ready), beside, reading)
         same = key == self._decision.key
@@ -212,11 +216,14 @@ class Planner:
         drafting = decision.kept
         if self._close and self._round - self._last_plain > (PACE_MEMORY if self._compared else HOLD):
             drafting = []
-        elif same and decision.probe is not None:
+        elif decision.probe is not None:
             self._credit += PROBE_SHARE * self._plain
             if self._credit >= decision.probe_seconds:
-                drafting = [*drafting, decision.probe]
-                self._credit, decision.rounds = 0.0, 0
+                decision.rounds = 0
+                if same:  # else the next decision is of those who are here now
+                    drafting = [*drafting, decision.probe]
+                    self._credit = 0.0
+        self._probed = decision.probe if len(drafting) > len(decision.kept) else None
         self._last_plain = self._last_plain if drafting else self._round
         late = 0.0
         for active in drafting:
@@ -224,8 +231,15 @@ class Planner:
             late += self.costs.context_seconds(_behind(active))
         at = self.widths.index(decision.width)
         self._drafted = float(self._drafts(len(drafting))[at]) if drafting else 0.0
-        self._predicted = self._drafted + late + self._plain if same and not beside and not reading else None
+        plain = self._plain if same else float(self._tables(len(ready), len(ready))[len(ready)])
+        self._predicted = None if beside or reading else self._drafted + late + plain
         return drafting, decision.width
+
+    def _rest(self) -> None:
+        """Nobody is there to be scheduled: keep what was learnt, and nothing of those it was learnt from."""
+        self._look_back()
+        self._decision, self._probed = Decision(None, 0, [], self.n, 0), None
+        self._predicted, self._drafted = None, 0.0
 
     def _decide(self, key: Hashable, able: list[Active], rows: int, beside: int, reading: int) -> Decision:
         """The gate, over what was learnt so far, and who is to be probed next."""
@@ -327,6 +341,8 @@ class Planner:
             lengths = [alone(survival, seconds, self._rows, ahead)]
         else:
             lengths = self._lengths(drafting, survivals(confidences, self._decision.width)).tolist()
+        if self._probed is not None and drafting[-1] is self._probed and not proposals[-1].confidence:
+            lengths[-1] = max(lengths[-1], min(1, len(proposals[-1].tokens)))
         for proposal, length in zip(proposals, lengths, strict=True):
             proposal.cut(length)
         if self._predicted is not None:
@@ -345,8 +361,8 @@ class Planner:
         return look_ahead(survival, seconds, self._rows, None if all(lossless) else np.array(lossless))
 
     def _confidences(self, active: Active, proposal: Proposal) -> Sequence[float]:
-        if proposal.confidence:
-            return proposal.confidence
+        if proposal.confidence:  # a copy: what is not verified is cut from the proposal, not from what it promised
+            return [one if isfinite(one) else 0.0 for one in proposal.confidence]
         return self._outlook(active).rates[: len(proposal.tokens)]
 
     def _delayed(self, drafting: Sequence[Active], seconds: Floats) -> int:
@@ -361,15 +377,15 @@ class Planner:
     def learn(self, active: Active, proposal: Proposal, record: Round) -> None:
         """See `Schedule.learn`."""
         if record.scheduled:
-            self._records.append((active, proposal, record))
+            predicted = sum(accumulate(proposal.confidence, mul)) if proposal.confidence else None
+            self._records.append((active, predicted, record))
 
     def _look_back(self) -> None:
         """Take what happened since the gate's last decision into what is expected."""
-        for active, proposal, record in self._records:
+        for active, predicted, record in self._records:
             self._outlook(active).count(record, MEMORY)
             self.pool.count(record, POOL_MEMORY)
-            if proposal.confidence:
-                predicted = sum(accumulate(proposal.confidence, mul))
+            if predicted is not None and isfinite(predicted):
                 self._fits += (record.accepted - self._fits * predicted) / POOL_MEMORY
                 self._fits = min(max(self._fits, 0.5), 1.5)
         self._records.clear()
@@ -404,9 +420,7 @@ class Planner:
         counts is whether they take longer than predicted by more than plain ones do."""
         kind = "drafted" if self._drafted else "plain"
         if self._predicted is not None:
-            ratio = seconds / self._predicted / self._pace[kind]
-            if self._paced[kind]:
-                ratio = min(max(ratio, 0.5), 2.0)  # one long break is no pace
+            ratio = min(max(seconds / self._predicted / self._pace[kind], 0.5), 2.0)  # one long break is no pace
             self._paced[kind] += 1
             self._pace[kind] *= 1 + (ratio - 1) / min(self._paced[kind], PACE_MEMORY)
 

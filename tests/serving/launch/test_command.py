@@ -182,6 +182,8 @@ def test_exported_files_are_passed(tmp_path):
         ("sglang", {"rates": [1.0]}, {}, "must have a rate for each number of tokens"),
         ("sglang", {"tokens": [8, 1]}, {}, "in rising order"),
         ("sglang", {}, {"flags": {COSTS_FLAG: "x"}}, "is given by --exported"),
+        ("sglang", {"rates": (50.0, 90.0)}, {}, "rates falling"),
+        ("sglang", {"temperatures": ["1.5"] * 7}, {}, "temperatures.0: Input should be a valid number"),
         ("llamacpp", {}, {}, "llama.cpp has no scheduler"),
     ],
 )
@@ -195,6 +197,10 @@ def test_a_folder_without_exported_files(tmp_path):
     (tmp_path / "torn.json").write_text("{")
     with pytest.raises(DsparkError, match=r"has no temperatures.json or costs.json"):
         built("sglang", exported=tmp_path)
+    for key in ("sglang", "vllm"):
+        for name in ("none", "x" * 300):
+            with pytest.raises(DsparkError, match="is no folder"):
+                built(key, exported=tmp_path / name)
 
 
 def test_further_flags_are_checked_and_merged():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -144,6 +145,8 @@ def _llamacpp(wish: Wish, n: int, method: str) -> Flags:
 
 def _exported(engine: Engine, wish: Wish, n: int) -> dict[str, Path]:
     """SGLang's flags for exported files. Raises DsparkError where they cannot be passed."""
+    if wish.exported is not None and not os.path.isdir(wish.exported):
+        raise DsparkError("exported", str(wish.exported)[:80], "is no folder; dspark calibrate --export writes one")
     if wish.exported is None or engine.key == "vllm":
         return {}
     if engine.key == "llamacpp":
