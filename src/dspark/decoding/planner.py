@@ -31,7 +31,7 @@ HOLD, HOLD_PLAIN = 8, 32
 """Rounds that a decision of the gate holds for, with the same requests in them: that some draft, that nobody does."""
 FIRST = 8
 """Drafts of requests that are made while nothing is known yet."""
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.002
 """Share of the time that rounds may cost which are drafted against expectation, to learn whether it still holds."""
 WRITTEN = 2
 """Tokens of context that the time of a draft pass holds (`calibration/passes.py`)."""
