@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.decoding.laws import chi_square_p
 
 from dspark.decoding.request import SamplingSettings
-from dspark.decoding.scheduler import above, alone, budget, early_stop, look_ahead, spend, survivals, worth_drafting
+from dspark.decoding.scheduler import above, alone, budget, early_stop, look_ahead, spend, survivals
 from dspark.decoding.verify import draft_token, verify_rejection
 
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.9, 1.0])  # with ties
@@ -101,9 +101,8 @@ def test_ties_go_to_the_earlier_slot_and_nothing_is_no_schedule():
     assert survivals([[0.5, 0.5], [], [1.0]], 2).tolist() == [[0.5, 0.25], [0.0, 0.0], [1.0, 0.0]]
 
 
-def test_threshold_and_gate():
+def test_threshold():
     assert above([[0.9, 0.4, 0.9], [], [0.1], [0.8, 0.8]], 0.5).tolist() == [1, 0, 0, 2]
-    assert worth_drafting(2.0, 0.2, 1.2, 1, 1.0) and not worth_drafting(2.0, 0.2, 1.9, 1, 1.0)
 
 
 # The counterexample: the law of a sampled request under a schedule that anticipates

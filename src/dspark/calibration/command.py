@@ -82,7 +82,7 @@ def calibrate_command(
     if len(ways) != 1 and not profile_only:
         named = " and ".join(ways) or None
         raise DsparkError("suite", named, "give one of --suite (or --data), --rows and --rounds, or --profile-only")
-    if not profile_only and save_to is None and draft == EMBEDDED_DRAFT:
+    if not profile_only and save_to is None and folder == draft_folder(EMBEDDED_DRAFT):
         remedy = "give a folder: the shipped draft keeps its own. To use another one, calibrate a copy of the draft"
         raise DsparkError("save_to", None, f"{remedy} (dspark convert embedded --to native COPY)")
     known = _trained_on(folder)

@@ -96,9 +96,3 @@ def above(confidences: Sequence[Sequence[float]], threshold: float) -> Lengths:
     """Static: slots up to the first whose confidence is below the threshold."""
     found = [next((j for j, c in enumerate(own) if c < threshold), len(own)) for own in confidences]
     return np.array(found, dtype=np.int64)
-
-
-def worth_drafting(tokens: float, draft_seconds: float, verify_seconds: float, rows: int, plain_seconds: float) -> bool:
-    """The gate before drafting: whether a round that is expected to give `tokens` (the target's own counted) beats the
-    plain one of `rows` tokens. Algorithm 1 cannot tell, because by then the draft pass is spent."""
-    return tokens / (draft_seconds + verify_seconds) > rows / plain_seconds
